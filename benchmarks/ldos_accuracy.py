@@ -2,7 +2,7 @@
 
     FORGEFIELD_MALA_PYTHON=mala/bin/python python benchmarks/ldos_accuracy.py [--seeds 4] [--data ../shared/data]
 
-Forgefield trains the be.yaml of docs/ldos.md (91-100-11, relu, batches of 486 points, learning rate 1e-3, 20 epochs) and
+Forgefield trains the be.yaml of docs/guides/ldos.md (91-100-11, relu, batches of 486 points, learning rate 1e-3, 20 epochs) and
 variants of it, MALA 1.4.0 the same network with the same settings, on snapshots 0 and 1. Snapshot 2 is predicted. Nothing is
 chosen with it: it is not even a validation set (Forgefield has none here; MALA requires one and gets snapshot 1 for its log),
 and the weights are those after the last epoch. One function measures the predictions of both. MALA runs with the interpreter
@@ -49,8 +49,8 @@ CASES: dict[str, list[str]] = {
 
 
 def page_config(folder: Path, out: Path, seed: int) -> dict[str, Any]:
-    """The be.yaml of docs/ldos.md with the paths of this machine and without the held-out snapshot."""
-    page = (ROOT / "docs" / "ldos.md").read_text(encoding="utf-8")
+    """The be.yaml of docs/guides/ldos.md with the paths of this machine and without the held-out snapshot."""
+    page = (ROOT / "docs" / "guides" / "ldos.md").read_text(encoding="utf-8")
     config: dict[str, Any] = yaml.safe_load(page.split("`be.yaml`:")[1].split("\n\n")[1])
     config["data"]["train"] = [str(folder / name) for name in config["data"]["train"]]
     config["data"]["val"] = None

@@ -2,7 +2,7 @@
 
     OMP_NUM_THREADS=1 python benchmarks/ldos_physics.py --data shared/data
 
-data: folder that holds `be2_ldos` and `al36_ldos`. Prints the tables of docs/electronic-structure-physics.md.
+data: folder that holds `be2_ldos` and `al36_ldos`. Prints the tables of docs/explanations/ldos-energies.md.
 """
 
 from __future__ import annotations

@@ -4,7 +4,7 @@
 
 Fermi energy and band energy of a density of states of 250 levels (Al_dos.npy), and MALA's bispectrum without LAMMPS (twojmax
 10, Be snapshot 0) per grid point: the difference of two grids, so that what is done once per structure does not count. These
-are the times of MALA in docs/electronic-structure-physics.md and docs/grid-descriptors.md.
+are the times of MALA in docs/explanations/ldos-energies.md and docs/reference/grid-descriptors.md.
 """
 
 from __future__ import annotations

@@ -5,7 +5,8 @@
     python benchmarks/scaling_model.py --frames li.extxyz --cutoff 5   # unequal frames, from a real data set
     python benchmarks/scaling_model.py --step-ms 20 --message-mb 2.5 --per-node 4 --bandwidth-between 25
 
-A model, not a measurement: every figure is marked as measured, counted or assumed. docs/scaling.md has the formulas in words.
+A model, not a measurement: every figure is marked as measured, counted or assumed.
+docs/explanations/scaling.md has the formulas in words.
 """
 
 from __future__ import annotations

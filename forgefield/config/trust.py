@@ -1,7 +1,7 @@
 """Who may name code. A config that the user names may; a run, a package or a data file may not without permission.
 
 Importing a module executes it, so the decision is taken before anything is imported: `components.py` asks a `Trust` first.
-docs/security.md lists every setting that names code.
+docs/explanations/security.md lists every setting that names code.
 """
 
 from __future__ import annotations

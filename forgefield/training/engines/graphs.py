@@ -16,9 +16,9 @@ import torch
 from torch import Tensor
 
 from forgefield.data.batch import Batch
-from forgefield.errors import ForgefieldError
 from forgefield.kernels.core.runtime import can_launch, joined
 from forgefield.kernels.step.copies import Copies
+from forgefield.training.engines.capture import capture
 from forgefield.training.engines.engine import Denominators, Engine, Step
 from forgefield.training.engines.padding import Size, SizePlan, blank_frames, sizes
 from forgefield.training.engines.step import Differentiated, Measured
@@ -98,12 +98,12 @@ class Loader:
 
 
 WARM_UPS = 2
-"""Runs before a capture, in which libraries and compilers make what they need."""
+"""Steps before a capture."""
 
 
 @dataclass
-class _Captured:
-    """loader: holds what the graph reads."""
+class _CapturedStep:
+    """loader: holds the inputs of the graph. result: its outputs, overwritten by every replay."""
 
     graph: torch.cuda.CUDAGraph
     loader: Loader
@@ -119,7 +119,7 @@ class GraphsEngine(Engine):
         super().__init__(inner.function, world_size=inner.world_size)
         self.inner, self.plan, self.notify = inner, plan, notify
         self.reach = inner.function.potential.adaptive_cutoff or inner.function.potential.cutoff
-        self._captured: dict[Size, _Captured] = {}
+        self._captured: dict[Size, _CapturedStep] = {}
         self._latest: Differentiated | None = None
         self._pool = torch.cuda.graph_pool_handle()
 
@@ -155,8 +155,8 @@ class GraphsEngine(Engine):
         self._captured.clear()
         self.inner.forget()
 
-    def _laid_out(self, result: Differentiated) -> Differentiated:
-        """With every gradient laid out in memory as its weight is, which fused optimisers ask for."""
+    def _with_strides_of_weights(self, result: Differentiated) -> Differentiated:
+        """The result with gradients that have the memory layout of their weights, which fused optimisers require."""
         gradients = [
             gradient
             if gradient is None or gradient.stride() == weight.stride()
@@ -165,7 +165,7 @@ class GraphsEngine(Engine):
         ]
         return result._replace(gradients=gradients)
 
-    def _capture(self, size: Size, like: Batch, known: Tensor | None) -> _Captured:
+    def _capture(self, size: Size, like: Batch, known: Tensor | None) -> _CapturedStep:
         self.notify(f"Capturing the step for {size.frames} frames, {size.atoms} atoms, {size.edges} edges.")
         blank = blank_frames(
             like,
@@ -179,22 +179,16 @@ class GraphsEngine(Engine):
         loader = Loader(blank, known)
         loader.load(like, known)
         loader.launch()
-        batch, denominators, graph = loader.batch, loader.denominators, torch.cuda.CUDAGraph()
-        ask = None if denominators is None else lambda: denominators
-        side = torch.cuda.Stream()
-        side.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(side):
-            for _ in range(WARM_UPS):
-                self.inner.differentiate(batch, ask)
-        torch.cuda.current_stream().wait_stream(side)
-        torch.cuda.synchronize()
-        try:
-            with torch.cuda.graph(graph, pool=self._pool, capture_error_mode="thread_local"), joined():
+        denominators = loader.denominators
+        get_denominators = None if denominators is None else lambda: denominators
+
+        def differentiate() -> Differentiated:
+            return self.inner.differentiate(loader.batch, get_denominators)
+
+        def load_and_differentiate() -> Differentiated:
+            with joined():
                 loader.launch()
-                result = self._laid_out(self.inner.differentiate(batch, ask))
-        except RuntimeError as error:
-            raise ForgefieldError(
-                f"training.engine=graphs: the step cannot be captured, because something in it waits for the GPU or is done "
-                f"by the host ({str(error).splitlines()[0]}); use training.engine=compile or eager."
-            ) from error
-        return _Captured(graph, loader, result)
+                return self._with_strides_of_weights(differentiate())
+
+        graph, result = capture(load_and_differentiate, warm_up=differentiate, warm_ups=WARM_UPS, pool=self._pool)
+        return _CapturedStep(graph, loader, result)
