@@ -15,8 +15,8 @@ from forgefield.models.potential import Potential
 from forgefield.parallel.strategies import SimpleDDPStrategy
 from forgefield.tasks.metrics import ErrorMetrics
 from forgefield.tasks.task import Task
-from forgefield.training.engines.choose import EngineStarter, knots_wanted
-from forgefield.training.engines.engine import Engine, SparingEngine, raise_if_memory
+from forgefield.training.engines.choose import EngineStarter, table_knots
+from forgefield.training.engines.engine import Engine, MemoryLimitedEngine, raise_memory_error
 from forgefield.training.engines.graphs import GraphsEngine
 from forgefield.training.engines.step import Measured, StepFunction
 from forgefield.training.executor import StepExecutor
@@ -25,7 +25,7 @@ from forgefield.training.optim import trainable
 from forgefield.training.optim.averages import StochasticAverage, WeightAverage
 from forgefield.training.optim.captured_update import CapturedUpdate
 from forgefield.training.optim.optimisers import build_optimiser
-from forgefield.training.optim.update import why_not_capturable
+from forgefield.training.optim.update import capture_refusal
 from forgefield.training.options import TrainingOptions
 from forgefield.training.probing import ProbedModule
 from forgefield.training.weighting import SoftAdapt, Uncertainty, build_weighting
@@ -201,12 +201,12 @@ class FramesExecutor(StepExecutor, ProbedModule):
         if self.starter is not None:
             steps = self.steps_of_fit()
             against = self._what_speaks_against_graphs()
-            inner = self.starter.start(self._step_function, batch, steps=steps, against_graphs=against)
+            inner = self.starter.start(self._step_function, batch, steps=steps, graphs_refusal=against)
         if isinstance(inner, GraphsEngine):
             optimiser = self.module.trainer.optimizers[0]
-            self._update = CapturedUpdate(optimiser, self.ema, still=lambda: self.keeps_gradients)
+            self._update = CapturedUpdate(optimiser, self.ema, static_gradients=lambda: self.keeps_gradients)
         memory = self.options.memory
-        return SparingEngine(inner, parts=memory.parts, split=memory.split, notify=self.notify)
+        return MemoryLimitedEngine(inner, parts=memory.parts, split=memory.split, notify=self.notify)
 
     def _what_speaks_against_graphs(self) -> str | None:
         strategy = self.module.trainer.strategy
@@ -215,7 +215,7 @@ class FramesExecutor(StepExecutor, ProbedModule):
                 f"{type(strategy).__name__} wants to see the backward pass; leave trainer.strategy out, or use "
                 "another engine."
             )
-        return why_not_capturable(self.module.trainer.optimizers[0])
+        return capture_refusal(self.module.trainer.optimizers[0])
 
     def _step_function(self, derivative: str) -> StepFunction:
         return StepFunction(
@@ -223,7 +223,7 @@ class FramesExecutor(StepExecutor, ProbedModule):
             self.task,
             self.train_errors,
             derivative=derivative,
-            knots=knots_wanted(self.options),
+            knots=table_knots(self.options),
             storage=self.options.kernels.storage,
             edge_kernels=self.options.kernels.edges,
             shapes=self.shapes,
@@ -236,17 +236,17 @@ class FramesExecutor(StepExecutor, ProbedModule):
 
     def backward(self, loss: Tensor, *args: Any, **kwargs: Any) -> None:
         if self.keeps_gradients:
-            assert isinstance(self.engine, SparingEngine)
+            assert isinstance(self.engine, MemoryLimitedEngine)
             assert isinstance(self.engine.inner, GraphsEngine)
-            self.engine.inner.bring_gradients()
+            self.engine.inner.assign_gradients()
             if isinstance(self.weighting, Uncertainty):
-                self.weighting.bring_gradient()
+                self.weighting.assign_gradient()
             return
         try:
             with self.module.precision.applied(self.module.precision_now):
                 loss.backward(*args, **kwargs)
         except Exception as error:
-            raise_if_memory(error, self._batch)
+            raise_memory_error(error, self._batch)
             raise
 
     def clips_gradients(self, value: float | None, algorithm: str | None) -> bool:
@@ -270,7 +270,7 @@ class FramesExecutor(StepExecutor, ProbedModule):
         else:  # the step counts, the weights of it do not
             share = average.next_share()
             if isinstance(self._discarded, Tensor):
-                average.take_in(torch.where(self._discarded, 0.0, share))
+                average.update_with_share(torch.where(self._discarded, 0.0, share))
 
     # ---- validation
 
@@ -281,7 +281,7 @@ class FramesExecutor(StepExecutor, ProbedModule):
         self.val_errors.add(measured.errors)
 
     def _evaluate(self, batch: Batch) -> Measured:
-        eager = SparingEngine(
+        eager = MemoryLimitedEngine(
             self._eager, split=False
         )  # it may need more memory than the engine, and is then done in parts
         if self.engine is None:
@@ -318,7 +318,7 @@ class FramesExecutor(StepExecutor, ProbedModule):
             self.weighting.sums = own_sums(stored["sums"], self.module.ranks)["sums"]
 
     def deployed_state(self) -> dict[str, Tensor]:
-        return trainable.plain_state(self.potential)
+        return trainable.merged_state(self.potential)
 
 
 def _decays(optimizer: Any) -> bool:

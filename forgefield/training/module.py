@@ -13,6 +13,7 @@ from typing import Any
 import lightning as L
 import torch
 from torch import Tensor, nn
+from torch.optim.lr_scheduler import CosineAnnealingLR
 
 from forgefield.errors import ForgefieldError
 from forgefield.parallel.ranks import Ranks, single_process
@@ -20,8 +21,14 @@ from forgefield.parallel.reductions import StepExchange
 from forgefield.tasks.schedules import StepState
 from forgefield.training.executor import StepExecutor, TaskLike
 from forgefield.training.optim.averages import weight_average
-from forgefield.training.optim.optimisers import build_optimiser, build_scheduler, fit_length, rescale_learning_rates
-from forgefield.training.optim.schedules import relative_learning_rate
+from forgefield.training.optim.optimisers import (
+    SchedulerDescription,
+    build_optimiser,
+    build_scheduler,
+    fit_length,
+    rescale_learning_rates,
+)
+from forgefield.training.optim.schedules import StepSchedule, relative_learning_rate
 from forgefield.training.optim.update import portable_optimiser_states
 from forgefield.training.options import TrainingOptions
 from forgefield.training.precision import Precision
@@ -150,8 +157,8 @@ class TrainingModule(L.LightningModule):
         self._world_size_before: int | None = None
         self._schedule_length: int | None = None
         self._schedule_unit = "epoch"
-        self.schedule: dict[str, Any] | None = None
-        """The scheduler of learning rates as Lightning describes one."""
+        self.schedule: SchedulerDescription | None = None
+        """The scheduler of learning rates."""
         executor.attach(self)
 
     def __setattr__(self, name: str, value: Any) -> None:
@@ -348,8 +355,9 @@ class TrainingModule(L.LightningModule):
             steps=self.executor.steps_of_fit,
             lr_factor=self.lr_factor,
         )
-        if "T_max" not in self.options.scheduler:
-            self._schedule_length = getattr(scheduler["scheduler"], "T_max", None)
+        curve = scheduler["scheduler"]
+        if "T_max" not in self.options.scheduler and isinstance(curve, (StepSchedule, CosineAnnealingLR)):
+            self._schedule_length = curve.T_max
             self._schedule_unit = scheduler["interval"]
         self.schedule = scheduler
         # With manual optimisation, schedulers are stepped by the executor; Lightning only stores their state.

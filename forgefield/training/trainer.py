@@ -79,7 +79,7 @@ def take_max_seconds(trainer: dict[str, Any]) -> float | None:
         ) from error
 
 
-def processes_wanted(config: Config) -> int:
+def requested_processes(config: Config) -> int:
     """How many processes `trainer.devices` asks for on this machine: all GPUs where it is not given, one on a CPU."""
     options = config.trainer
     devices, accelerator = options.get("devices"), options.get("accelerator", "auto")

@@ -23,7 +23,7 @@ from forgefield.training.optim.schedules import describe_learning_rate, learning
 from forgefield.training.problem.preflight import check_settings
 from forgefield.training.run.journal import Journal
 from forgefield.training.run.start_summary import effective_batch, schedule_rows
-from forgefield.training.trainer import _place_among_ranks, _require_togetherness, processes_wanted
+from forgefield.training.trainer import _place_among_ranks, _require_togetherness, requested_processes
 from tests.support.helpers import tiny_config
 
 # ---- learning rate
@@ -206,7 +206,7 @@ def test_how_many_processes_the_devices_ask_for(devices, accelerator, n, tmp_pat
     config["trainer"] = {**config["trainer"], "accelerator": accelerator}
     if devices is not None:
         config["trainer"]["devices"] = devices
-    assert processes_wanted(load_config(config, [])) == n
+    assert requested_processes(load_config(config, [])) == n
 
 
 # ---- the rest

@@ -98,9 +98,9 @@ def test_values_by_epoch_change_with_epochs_and_a_resumed_training_goes_on(tmp_p
 
 @pytest.mark.parametrize("given", [{"beta": math.inf}, {"beta": math.nan}, {"every": 0}])
 def test_options_of_weightings_are_finite(given):
-    with pytest.raises(ForgefieldError, match="it is a (finite|positive whole) number"):
+    with pytest.raises(ForgefieldError, match="must be a (finite number|positive integer)"):
         weighting_options({"name": "softadapt", **given})
-    with pytest.raises(ForgefieldError, match="it is a finite number"):
+    with pytest.raises(ForgefieldError, match="must be a finite number"):
         weighting_options({"name": "uncertainty", "lr": math.inf})
 
 

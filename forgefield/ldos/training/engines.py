@@ -132,7 +132,7 @@ class EagerEngine:
             return self.layout.split((torch.stack(picked) if picked else self.kept.rows[:0]).to(self.device))
         return self.layout.split(self.kept.rows.index_select(0, wanted))
 
-    def forget(self) -> None:
+    def reset(self) -> None:
         """Drop what holds for one precision only."""
 
 
@@ -180,7 +180,7 @@ class GraphsEngine:
         self._stale = True
         """Whether weights may have changed otherwise than by captured steps."""
 
-    def forget(self) -> None:
+    def reset(self) -> None:
         """Drop what holds for one precision only."""
         self._graphs.clear()
         self._fused, self._chosen = None, False

@@ -25,9 +25,9 @@ from forgefield.ldos.training.reference import (
 )
 from forgefield.ldos.training.terms import TermGradient
 from forgefield.settings import Config
-from forgefield.training.engines.choose import inductor_options, why_not
+from forgefield.training.engines.choose import engine_refusal, inductor_options
 from forgefield.training.module import TrainingModule
-from forgefield.training.optim.update import Update, why_not_capturable
+from forgefield.training.optim.update import Update, capture_refusal
 from forgefield.training.options import TrainingOptions
 from forgefield.training.precision import Precision
 from forgefield.training.problem.problem import TrainingSession
@@ -86,7 +86,7 @@ class EngineMaker:
         training = config.training
         name = training.engine or "eager"
         compiles = name == "compile" or (name == "graphs" and training.graphs.compiled and device.type == "cuda")
-        reason = why_not(name, device) or (why_not("compile", device) if compiles else None)
+        reason = engine_refusal(name, device) or (engine_refusal("compile", device) if compiles else None)
         if name == "graphs" and world_size > 1:
             reason = reason or "steps of several processes are not captured; use eager or compile."
         if name == "graphs" and config.data.fast is False:
@@ -173,7 +173,7 @@ class EngineMaker:
         """The engine, and whether its step is compiled. auto compiles nothing: the written step is there at once."""
         training = self.config.training
         name = training.engine or "eager"
-        against = why_not_capturable(module.trainer.optimizers[0]) if module.device.type == "cuda" else "no GPU"
+        against = capture_refusal(module.trainer.optimizers[0]) if module.device.type == "cuda" else "no GPU"
         against = against or why_no_captured_schedule(None if module.schedule is None else module.schedule["scheduler"])
         if name == "auto":
             captures = against is None and self.session.ranks.world_size == 1 and self.config.data.fast is not False

@@ -178,7 +178,7 @@ def test_a_compiled_step_is_compared_in_the_form_in_which_it_is_used(keep, tmp_p
         return made
 
     monkeypatch.setattr(torch, "compile", compile_)
-    monkeypatch.setattr(start, "why_not", lambda name, device: None)
+    monkeypatch.setattr(start, "engine_refusal", lambda name, device: None)
     train_only(
         point_config(tmp_path, data={"points": {"energies": ENERGIES, "keep": keep}}, training={"engine": "compile"})
     )
