@@ -45,11 +45,11 @@ from forgefield.training.run.signals import StopControl, StopNow, StopRequested,
 from forgefield.training.run.start_summary import summarise
 from forgefield.training.run.summary import hardware, now
 from forgefield.training.trainer import (
-    agree_with_training,
+    build_callbacks,
     build_trainer,
     lightning_errors,
-    take_max_seconds,
-    user_callbacks,
+    merge_training_options,
+    pop_max_seconds,
 )
 
 _LIMITS = ("trainer.max_epochs", "trainer.max_steps", "training.early_stopping")
@@ -137,9 +137,9 @@ def fit(
     check_settings(config, options, ranks)
     if (note := resolve_accelerator(options, world_size=ranks.world_size)) is not None:
         journal.notify(note)
-    agree_with_training(options, config.training)
+    merge_training_options(options, config.training)
     requeue_exit = config.training.checkpoint.requeue_exit
-    stop = StopControl(take_max_seconds(options), requeue_exit=requeue_exit)
+    stop = StopControl(pop_max_seconds(options), requeue_exit=requeue_exit)
     session = TrainingSession(ranks, journal, stop, lr_factor, trust_code)
     if fresh and max(ranks.all_gather(ranks.launch.restarts)):  # not every agent of torchrun counts every restart
         journal.notify(
@@ -186,7 +186,7 @@ def _fit_in(
 def _stop_requested(session: TrainingSession) -> StopRequested | None:
     """The request to stop that any rank received while data was read, on all ranks; None if there was none."""
     flags = session.ranks.all_gather(session.stop.flags())
-    return session.stop.look_together([sum(column) for column in zip(*flags)])
+    return session.stop.combined_request([sum(column) for column in zip(*flags)])
 
 
 def _changed_settings(run: Run, config: Config, session: TrainingSession) -> list[str]:
@@ -317,7 +317,7 @@ def _callbacks(
             if shows_progress
             else []
         ),
-        *user_callbacks(plan.config.callbacks),
+        *build_callbacks(plan.config.callbacks),
         *plan.callbacks,
     ]
 

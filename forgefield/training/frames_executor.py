@@ -20,7 +20,7 @@ from forgefield.training.engines.engine import Engine, MemoryLimitedEngine, rais
 from forgefield.training.engines.graphs import GraphsEngine
 from forgefield.training.engines.step import Measured, StepFunction
 from forgefield.training.executor import StepExecutor
-from forgefield.training.module import TrainingModule, own_sums
+from forgefield.training.module import TrainingModule, sums_of_rank
 from forgefield.training.optim import trainable
 from forgefield.training.optim.averages import StochasticAverage, WeightAverage
 from forgefield.training.optim.captured_update import CapturedUpdate
@@ -315,7 +315,7 @@ class FramesExecutor(StepExecutor, ProbedModule):
         if isinstance(self.weighting, SoftAdapt):
             stored = state["weighting"]
             self.weighting.load_state_dict(stored)
-            self.weighting.sums = own_sums(stored["sums"], self.module.ranks)["sums"]
+            self.weighting.sums = sums_of_rank(stored["sums"], self.module.ranks)["sums"]
 
     def deployed_state(self) -> dict[str, Tensor]:
         return trainable.merged_state(self.potential)

@@ -32,7 +32,7 @@ from forgefield.training.optim.schedules import StepSchedule, relative_learning_
 from forgefield.training.optim.update import portable_optimiser_states
 from forgefield.training.options import TrainingOptions
 from forgefield.training.precision import Precision
-from forgefield.training.trainer import epochs_of_fit, fit_epoch_length
+from forgefield.training.trainer import epochs_of_fit, set_epoch_length
 
 
 class Throughput:
@@ -73,18 +73,6 @@ class Throughput:
         """Rate of one kind of sample; None where nothing was counted, or nothing of that kind is."""
         count = self._counts.get(name, 0)
         return count / self.seconds if count and self.seconds > 0 else None
-
-    @property
-    def frames_per_second(self) -> float | None:
-        return self.per_second("frames")
-
-    @property
-    def atoms_per_second(self) -> float | None:
-        return self.per_second("atoms")
-
-    @property
-    def points_per_second(self) -> float | None:
-        return self.per_second("points")
 
     def take(self) -> dict[str, float | int | None]:
         """The counts since the last call, and a fresh start."""
@@ -210,7 +198,7 @@ class TrainingModule(L.LightningModule):
         self.executor.on_train_epoch_start()
         loader: Any = self.trainer.train_dataloader
         loader.set_epoch(self.trainer.current_epoch)
-        fit_epoch_length(self.trainer, loader)
+        set_epoch_length(self.trainer, loader)
         self.throughput.resume()
 
     def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
@@ -381,7 +369,7 @@ class TrainingModule(L.LightningModule):
         if self.ema is not None:
             self.ema.load_state_dict(state["ema"])
         self._world_size_before = len(state["sums"])
-        own = own_sums(state["sums"], self.ranks)
+        own = sums_of_rank(state["sums"], self.ranks)
         self.train_loss.sums, self.train_errors.sums = own["train_loss"], own["train_errors"]
         rescale_learning_rates(checkpoint, self.lr_factor / state["lr_factor"])
         self.executor.load_state(state)
@@ -396,8 +384,15 @@ class TrainingModule(L.LightningModule):
         return {name: tensor.detach().cpu().contiguous() for name, tensor in state.items()}
 
 
-def own_sums(stored: list[dict[str, Tensor]], ranks: Ranks) -> dict[str, Tensor]:
-    """What this rank had added up. Where the number of ranks has changed, rank 0 takes over the sums of all."""
+def training_module(module: L.LightningModule) -> TrainingModule:
+    """The module, which has to be Forgefield's."""
+    if not isinstance(module, TrainingModule):
+        raise TypeError(f"{type(module).__name__} is not a TrainingModule")
+    return module
+
+
+def sums_of_rank(stored: list[dict[str, Tensor]], ranks: Ranks) -> dict[str, Tensor]:
+    """The sums of this rank. If the number of ranks has changed, rank 0 gets the sums of all."""
     if len(stored) == ranks.world_size:
         return stored[ranks.rank]
     total = {name: torch.stack([part[name] for part in stored]).sum(0) for name in stored[0]}

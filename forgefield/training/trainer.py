@@ -63,7 +63,18 @@ _KINDS: dict[str, tuple[type, ...]] = {
 assert set(_KINDS) == set(TRAINER_OBJECTS)
 
 
-def take_max_seconds(trainer: dict[str, Any]) -> float | None:
+def is_quick(trainer: L.Trainer) -> bool:
+    """Whether `trainer.fast_dev_run` is set."""
+    return bool(vars(trainer).get("fast_dev_run"))
+
+
+def callbacks_of(trainer: L.Trainer) -> list[Callback]:
+    """All callbacks of a trainer."""
+    callbacks: list[Callback] = vars(trainer)["callbacks"]
+    return callbacks
+
+
+def pop_max_seconds(trainer: dict[str, Any]) -> float | None:
     """Remove `max_time` from the options, in any form Lightning takes, and give it in seconds.
 
     Lightning's own timer ends an epoch in its middle; ours saves at a step and stops, so that the resume is exact.
@@ -95,7 +106,7 @@ def requested_processes(config: Config) -> int:
         return 1  # Lightning will say what is wrong with it
 
 
-def agree_with_training(options: dict[str, Any], training: TrainingOptions) -> None:
+def merge_training_options(options: dict[str, Any], training: TrainingOptions) -> None:
     """Take over what `training` says of settings that Lightning has, too; they must not contradict each other."""
     _agree(options, "gradient_clip_val", training.clip_norm, "training.clip_norm")
     accumulate = training.accumulate if training.accumulate != 1 else None
@@ -134,7 +145,7 @@ def build_trainer(
         "enable_checkpointing": any(isinstance(callback, Checkpoint) for callback in all_gather),
     }
     plugins = plugins if isinstance(plugins, list) else [plugins]
-    environment = _place_among_ranks(options, ranks.launch)
+    environment = _launch_environment(options, ranks.launch)
     plugins = [AtomicCheckpointIO(ranks), environment, *plugins]
     with lightning_errors("trainer", TypeError, ValueError, AssertionError):
         trainer = L.Trainer(**{**defaults, **options}, callbacks=all_gather, plugins=plugins)
@@ -144,11 +155,11 @@ def build_trainer(
     trainer.fit_loop.epoch_loop._broadcast_sigterm_tensor = lambda: None  # type: ignore[method-assign]
     trainer._signal_connector.register_signal_handlers = lambda: None  # type: ignore[method-assign]
     if ranks.world_size > 1:
-        _require_togetherness(trainer, ranks)
+        _require_gradient_averaging(trainer, ranks)
     return trainer
 
 
-def _require_togetherness(trainer: L.Trainer, ranks: Ranks) -> None:
+def _require_gradient_averaging(trainer: L.Trainer, ranks: Ranks) -> None:
     """Refuse what would let ranks go their own ways."""
     strategy = trainer.strategy
     if not isinstance(strategy, DDPStrategy):
@@ -164,7 +175,7 @@ def _require_togetherness(trainer: L.Trainer, ranks: Ranks) -> None:
         )
 
 
-def _place_among_ranks(options: dict[str, Any], launch: Launch) -> LaunchedEnvironment:
+def _launch_environment(options: dict[str, Any], launch: Launch) -> LaunchedEnvironment:
     """Tell Lightning which devices and nodes there are, and which of them is ours; `options` is completed in place."""
     devices = options.get("devices")
     if isinstance(devices, str) and "," in devices:
@@ -237,7 +248,7 @@ def _refuse(options: dict[str, Any]) -> None:
         raise ForgefieldError("trainer.barebones=true turns off what makes a run (metrics, checkpoints); leave it out.")
 
 
-def user_callbacks(specs: Sequence[Any]) -> list[Callback]:
+def build_callbacks(specs: Sequence[Any]) -> list[Callback]:
     """The config's `callbacks`: names of ours, import paths, or {name: name or path, argument: value}."""
     built = [_build(spec, "callbacks") for spec in specs]
     for item in built:
@@ -268,7 +279,7 @@ def _build(value: Any, where: str) -> Any:
     arguments = {key: item for key, item in value.items() if key != "name"}
     kind, name = where.rpartition(".")[2], str(value["name"])
     if kind == "callbacks" and "." not in name:
-        cls = short_callback(name)
+        cls = builtin_callback(name)
     else:
         cls = import_class(name, _KINDS[kind], where=where, trust=CONFIG)
     check_signature(cls, arguments, where=where)
@@ -289,7 +300,7 @@ def _agree(options: dict[str, Any], key: str, ours: Any, name: str) -> None:
     options[key] = ours
 
 
-def fit_epoch_length(trainer: L.Trainer, loader: Any) -> None:
+def set_epoch_length(trainer: L.Trainer, loader: Any) -> None:
     """Called at the start of an epoch, when the loader knows which it is."""
     fit_loop = trainer.fit_loop
     combined, limit = fit_loop._combined_loader, trainer.limit_train_batches
@@ -348,7 +359,7 @@ CALLBACKS = {
 }
 
 
-def short_callback(name: str) -> Any:
+def builtin_callback(name: str) -> Any:
     """The class of one of Forgefield's callbacks by its short name."""
     if name not in CALLBACKS:
         raise ForgefieldError(

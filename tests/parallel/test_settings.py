@@ -23,7 +23,7 @@ from forgefield.training.optim.schedules import describe_learning_rate, learning
 from forgefield.training.problem.preflight import check_settings
 from forgefield.training.run.journal import Journal
 from forgefield.training.run.start_summary import effective_batch, schedule_rows
-from forgefield.training.trainer import _place_among_ranks, _require_togetherness, requested_processes
+from forgefield.training.trainer import _launch_environment, _require_gradient_averaging, requested_processes
 from tests.support.helpers import tiny_config
 
 # ---- learning rate
@@ -272,14 +272,14 @@ def test_a_schedule_as_long_as_the_run_goes_on_at_the_same_place_when_the_run_ha
 def test_devices_written_as_text_are_the_devices_that_are_used():
     launch = replace(single_process().launch, launcher="torchrun", world_size=2, local_size=2, master_port=1)
     options = {"devices": "2,3", "accelerator": "gpu"}
-    _place_among_ranks(options, launch)
+    _launch_environment(options, launch)
     assert options["devices"] == [2, 3]
     assert options["strategy"] == "simple_ddp"
 
 
 def test_one_process_of_a_launcher_uses_one_device():
     options: dict = {}
-    _place_among_ranks(options, replace(single_process().launch, launcher="srun", master_port=1))
+    _launch_environment(options, replace(single_process().launch, launcher="srun", master_port=1))
     assert options["devices"] == 1
 
 
@@ -287,4 +287,4 @@ def test_a_strategy_that_does_not_average_is_refused_also_as_an_object():
     trainer = L.Trainer(accelerator="cpu", devices=1, logger=False, enable_checkpointing=False)
     two = Ranks(replace(single_process().launch, world_size=2, local_size=2), hosts=["a", "a"], backend="gloo")
     with pytest.raises(ForgefieldError, match="SingleDeviceStrategy does not average gradients over the 2 processes"):
-        _require_togetherness(trainer, two)
+        _require_gradient_averaging(trainer, two)

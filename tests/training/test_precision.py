@@ -64,7 +64,7 @@ def config_of(folder, precision, *, model: str | None = None, **more) -> dict:
 @pytest.mark.parametrize(
     ("precision", "sentence"),
     [
-        ("bf16", r"'training.precision' is float64, float32, tf32, bf16-mixed or fp16-mixed, not 'bf16'"),
+        ("bf16", r"'training.precision' is float64, float32, tf32, bf16-mixed, fp16-mixed or a schedule, not 'bf16'"),
         ("flaot32", r"Did you mean 'float32'\?"),
         (32, r"not 32"),
         ({"start": "tf32", "finish": "float32"}, r"needs one of finish_epochs and finish_steps"),

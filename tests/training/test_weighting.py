@@ -116,9 +116,9 @@ def test_schedules_that_cannot_be_are_refused(tmp_path):
     linear = LinearScalingSchedule("fti", 1.0, 2.0)
     with pytest.raises(ForgefieldError, match="task_loss_scaling has no 'fti'. Did you mean 'fit'"):
         fit(tmp_path, linear, max_epochs=1)
-    with pytest.raises(ForgefieldError, match="Plain has none; give it one"):
+    with pytest.raises(ForgefieldError, match="Plain has no mapping task_loss_scaling"):
         fit(tmp_path, linear, module=Plain(scaling=3.0), max_epochs=1)
-    with pytest.raises(ForgefieldError, match="which has no end; set max_epochs"):
+    with pytest.raises(ForgefieldError, match="need a training with a limit; set max_epochs"):
         fit(tmp_path, LinearScalingSchedule("fit", 1.0, 2.0), max_epochs=-1, max_time={"seconds": 1})
     with pytest.raises(ForgefieldError, match="two schedules for fit"):
         LossScalingScheduler(LinearScalingSchedule("fit", 1.0), LinearScalingSchedule("fit", 2.0))

@@ -65,10 +65,10 @@ class PointsProblem(Problem):
         require_same_data(self.fingerprint, ranks)
         if self.initial is None:
             _, _, given = check_model(config.model, trust=CONFIG)
-            self.resolved = self.kept_model(resolve(given, self._facts()))
+            self.resolved = self.stored_or_resolved(resolve(given, self._facts()))
         else:
             self.data.inputs, self.data.outputs = self.initial.scaling("inputs"), self.initial.scaling("outputs")
-            self.resolved = self.kept_model(self.initial.options(table, config.points.descriptors))
+            self.resolved = self.stored_or_resolved(self.initial.options(table, config.points.descriptors))
         if (made_by := self.resolved["points"]["descriptors"]) is not None:
             options = DescriptorOptions.from_mapping(made_by, "data.points.descriptors")
             said_here = config.points.descriptors is not None

@@ -80,18 +80,18 @@ class RunCheckpoint(Callback):
         trainer.should_stop = trainer.should_stop or self.is_done
 
     def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        self.stop.training_begins()
+        self.stop.on_training_start()
 
     def on_train_batch_start(
         self, trainer: L.Trainer, pl_module: L.LightningModule, batch: Any, batch_idx: int
     ) -> None:
-        self.stop.can_save_now()
+        self.stop.on_first_batch()
         if self._resumed is not None:
             self._go_on(trainer, self._resumed)
             self._resumed = None
         if batch_idx % trainer.accumulate_grad_batches:
             return
-        wish = self.stop.look() if self.exchange is None else self.stop.look_together(self.exchange.flags())
+        wish = self.stop.look() if self.exchange is None else self.stop.combined_request(self.exchange.flags())
         if self._due(trainer, batch_idx) or (wish is not None and trainer.global_step != self._last_saved):
             self._save(trainer)
         if wish is not None:

@@ -128,7 +128,7 @@ class FramesProblem(Problem):
             if not begun:
                 resolved = resolved_model(self.config, data) if change is None else change.resolved
         self.change = ranks.broadcast(change)
-        self.resolved = self.kept_model(resolved)
+        self.resolved = self.stored_or_resolved(resolved)
         if self.initial is None:
             self.data = with_fitted_shifts(self.config, data, self.resolved)
         self.task = build_task(options, self.resolved)

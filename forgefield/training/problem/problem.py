@@ -167,7 +167,7 @@ class Problem(ABC):
         """Units of additional quantities, for the progress display."""
         return {}
 
-    def kept_model(self, resolved: dict[str, Any]) -> dict[str, Any]:
+    def stored_or_resolved(self, resolved: dict[str, Any]) -> dict[str, Any]:
         """The options of the model on all ranks: those in `run.json` once the run has begun, else `resolved` of rank 0."""
         if self.session.ranks.is_rank_zero and self.has_begun:
             if self.run.info["data_fingerprint"] != self.fingerprint:

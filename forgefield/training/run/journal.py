@@ -56,7 +56,7 @@ class Journal:
         self._handler: logging.Handler | None = None
         self._others: Path | None = None
         if file is not None and (self.ranks.is_rank_zero or mode == "workers"):
-            self._open(own_name(file, self.ranks.rank) if mode == "workers" else file)
+            self._open(rank_file(file, self.ranks.rank) if mode == "workers" else file)
         if mode == "collect" and self.ranks.is_rank_zero:
             self.ranks.on_line = lambda rank, text: self._write(f"[rank {rank}] {text}\n")
 
@@ -84,7 +84,7 @@ class Journal:
             self._open(folder / "log.txt").write("".join(self._early))
             self._others = folder / OTHERS
         elif self.mode == "workers" and not self._files:
-            self._open(own_name(folder / "log.txt", self.ranks.rank)).write("".join(self._early))
+            self._open(rank_file(folder / "log.txt", self.ranks.rank)).write("".join(self._early))
         self._early.clear()
         self._handler = _Remarks(self)
         logging.captureWarnings(True)
@@ -157,13 +157,13 @@ class _Remarks(logging.Handler):
     def emit(self, record: logging.LogRecord) -> None:
         try:
             message = record.getMessage()
-            of_libraries = record.levelno < logging.ERROR and is_of_libraries(record.name, message)
+            of_libraries = record.levelno < logging.ERROR and is_from_libraries(record.name, message)
             self._journal._remark(f"{record.name}: {message}", of_libraries=of_libraries)
         except Exception:
             self.handleError(record)
 
 
-def is_of_libraries(logger: str, message: str) -> bool:
+def is_from_libraries(logger: str, message: str) -> bool:
     """Whether a message is one of Lightning or torch about themselves: by its logger, or by the file that a warning names."""
     place = message.partition(": ")[0].replace("\\", "/")
     return logger.startswith("lightning") or any(
@@ -172,7 +172,7 @@ def is_of_libraries(logger: str, message: str) -> bool:
     )
 
 
-def own_name(path: Path, rank: int) -> Path:
+def rank_file(path: Path, rank: int) -> Path:
     """`train.log` of rank 3 is `train.3.log`."""
     return path.with_name(f"{path.stem}.{rank}{path.suffix}")
 

@@ -88,12 +88,12 @@ class StopControl:
         for number in self._before:
             signal.signal(number, self._note)
 
-    def training_begins(self) -> None:
+    def on_training_start(self) -> None:
         """Until the first batch is there, a stop still happens at once, Ctrl-C included."""
         self._phase = AT_ONCE
         self.listen()
 
-    def can_save_now(self) -> None:
+    def on_first_batch(self) -> None:
         """From now on a stop waits for the end of a batch, when everything is saved."""
         self._phase = TRAINING
 
@@ -141,7 +141,7 @@ class StopControl:
             return (0.0,) * (len(STOPPING) + 1)
         return tuple(float(wish.signal_number == number) for number in (*STOPPING, None))
 
-    def look_together(self, flags: Sequence[float]) -> StopRequested | None:
+    def combined_request(self, flags: Sequence[float]) -> StopRequested | None:
         """The reason to stop that follows from the flags of all ranks, the same on each."""
         for number, wishes in zip((*STOPPING, None), flags):
             if wishes > 0:
