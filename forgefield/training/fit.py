@@ -37,7 +37,7 @@ from forgefield.training.optim.schedules import learning_rate_factor
 from forgefield.training.options import EarlyStoppingOptions, TrainingOptions
 from forgefield.training.precision import Precision
 from forgefield.training.problem.preflight import check_settings, require_same_settings
-from forgefield.training.problem.problem import Loader, Problem, TrainingSession, problem_for
+from forgefield.training.problem.problem import Problem, TrainingSession, problem_for
 from forgefield.training.run.checkpoint import ResumePoint, find_resume_point
 from forgefield.training.run.folder import compare_with_stored_config, has_begun, run_folder
 from forgefield.training.run.journal import Journal
@@ -45,6 +45,7 @@ from forgefield.training.run.signals import StopControl, StopNow, StopRequested,
 from forgefield.training.run.start_summary import summarise
 from forgefield.training.run.summary import hardware, now
 from forgefield.training.trainer import (
+    Loader,
     build_callbacks,
     build_trainer,
     lightning_errors,

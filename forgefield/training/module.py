@@ -32,7 +32,7 @@ from forgefield.training.optim.schedules import StepSchedule, relative_learning_
 from forgefield.training.optim.update import portable_optimiser_states
 from forgefield.training.options import TrainingOptions
 from forgefield.training.precision import Precision
-from forgefield.training.trainer import epochs_of_fit, set_epoch_length
+from forgefield.training.trainer import epochs_of_fit, set_epoch_length, training_loader
 
 
 class Throughput:
@@ -196,7 +196,7 @@ class TrainingModule(L.LightningModule):
 
     def on_train_epoch_start(self) -> None:
         self.executor.on_train_epoch_start()
-        loader: Any = self.trainer.train_dataloader
+        loader = training_loader(self.trainer)
         loader.set_epoch(self.trainer.current_epoch)
         set_epoch_length(self.trainer, loader)
         self.throughput.resume()

@@ -158,7 +158,7 @@ def test_a_job_that_slurm_starts_again_ends_as_if_nothing_had_happened(how, slur
     text = slurm.wait(job, tmp_path, timeout=200)
     name = {"preempted": "SIGTERM", "warned": "SIGUSR1"}[how]
     assert f"{name} was received. Run the same command to resume." in text
-    assert ("SLURM was asked to requeue job" in text) == (how == "warned")
+    assert ("SLURM requeues job" in text) == (how == "warned")
     assert text.count("Resuming run launched at step") == 1
     assert re.search(rf"launcher +srun.*job {job}.*restart 1", text), text
     assert_same_training(tmp_path, serial)

@@ -145,7 +145,7 @@ def test_lightnings_own_setting_points_to_ours(tmp_path):
     for theirs, ours in (("bf16-mixed", "bf16-mixed"), ("16-mixed", "fp16-mixed"), (64, "float64")):
         config = config_of(tmp_path, "float32")
         config["trainer"]["precision"] = theirs
-        with pytest.raises(ForgefieldError, match=f"use training.precision={ours}, which keeps geometry"):
+        with pytest.raises(ForgefieldError, match=f"use training.precision={ours}, with which geometry"):
             train_only(config)
 
 

@@ -13,7 +13,7 @@ from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from rich.console import Console
 
 from forgefield.parallel.ranks import single_process
-from forgefield.training.callbacks.progress import RunProgress, line_is_due, short_duration
+from forgefield.training.callbacks.progress import RunProgress, line_is_due, short_duration, short_number
 from forgefield.training.module import Throughput
 from forgefield.training.run.start_summary import process_rows
 from forgefield.training.run.summary import digits, end_summary, model_rows, print_summary
