@@ -65,7 +65,7 @@ def test_torchrun_and_all_that_is_said(tmp_path, serial):
     for words in ("distributed", "yes, SimpleDDPStrategy", "torchrun", "world size", "node list", "gloo"):
         assert words in done.stdout
     assert done.stdout.count("epoch 2/2") <= 1
-    assert "2 frames x 2 ranks = 4 frames a step" in done.stdout
+    assert "2 frames x 2 ranks = 4 frames per step" in done.stdout
     assert "rank 1 on" in done.stdout
     assert "is slow" in done.stdout
     assert_test_counts_each_frame_once(tmp_path)

@@ -106,9 +106,9 @@ def test_a_resume_with_another_factor_goes_on_with_the_scaled_curve(spec):
 
 def test_what_is_applied_is_said():
     assert describe_learning_rate(0.01, "sqrt", 4, 2.0) == "lr 0.01 x 2 (scale_lr=sqrt, 4 ranks) = 0.02"
-    assert effective_batch(Budget("frames", 8), 4, 2) == "8 frames x 4 ranks x 2 batches a step = 64 frames a step"
+    assert effective_batch(Budget("frames", 8), 4, 2) == "8 frames x 4 ranks x 2 batches per step = 64 frames per step"
     assert effective_batch(Budget("frames", 1), 1, 1) == "1 frame"
-    assert "counted in steps as written" in schedule_rows({"name": "StepLR", "interval": "step"}, 4)[0][1]
+    assert "counted in steps, of which" in schedule_rows({"name": "StepLR", "interval": "step"}, 4)[0][1]
 
 
 def test_batch_per_rank_from_an_effective_batch(monkeypatch, tmp_path):

@@ -257,10 +257,10 @@ def test_model_rows_count_parameters_by_part() -> None:
     assert rows["parameters"] == "20, 16 of them trained"
     assert rows["  embedding"] == "16"
     assert rows["  readout"] == "4"
-    assert "  of its own" not in rows
+    assert "  others" not in rows
     core.register_parameter("species_shift", torch.nn.Parameter(torch.zeros(2)))
-    assert dict(model_rows(torch.nn.ModuleDict({"model": core})))["  of its own"] == "2"
-    assert rows["weights in"] == "float32"
+    assert dict(model_rows(torch.nn.ModuleDict({"model": core})))["  others"] == "2"
+    assert rows["type of weights"] == "float32"
 
 
 def test_the_table_says_who_trains_where() -> None:

@@ -118,13 +118,13 @@ def test_schedules_that_cannot_be_are_refused(tmp_path):
         fit(tmp_path, linear, max_epochs=1)
     with pytest.raises(ForgefieldError, match="Plain has no mapping task_loss_scaling"):
         fit(tmp_path, linear, module=Plain(scaling=3.0), max_epochs=1)
-    with pytest.raises(ForgefieldError, match="need a training with a limit; set max_epochs"):
+    with pytest.raises(ForgefieldError, match="need a training with a limit"):
         fit(tmp_path, LinearScalingSchedule("fit", 1.0, 2.0), max_epochs=-1, max_time={"seconds": 1})
     with pytest.raises(ForgefieldError, match="two schedules for fit"):
         LossScalingScheduler(LinearScalingSchedule("fit", 1.0), LinearScalingSchedule("fit", 2.0))
     with pytest.raises(ForgefieldError, match="step or epoch, not 'batch'"):
         LinearScalingSchedule("fit", 1.0, 2.0, "batch")
-    with pytest.raises(ForgefieldError, match="center_frac of the schedule of fit lies between"):
+    with pytest.raises(ForgefieldError, match="center_frac of the schedule of fit must be between"):
         SigmoidScalingSchedule("fit", 1.0, 2.0, 1.5)
 
 

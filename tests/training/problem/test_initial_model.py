@@ -445,7 +445,9 @@ def test_an_imported_nequip_is_trained_further(water, capsys):
     run = train_only(imported_config(water))
     assert_equal(Remember.state, potential.state_dict(), "model.energy_shifts")
     assert run.cutoff == 3.0
-    with pytest.raises(ForgefieldError, match="Run theirs was imported, and stays as it is.*--init-model runs/theirs"):
+    with pytest.raises(
+        ForgefieldError, match="Run theirs was imported and cannot be trained.*--init-model runs/theirs"
+    ):
         train_only(imported_config(water) | {"name": "theirs", "model": {"name": "nequip"}})
 
 
