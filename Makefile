@@ -1,17 +1,20 @@
 # make demo   trains the built-in example and writes its report
 # make test   runs the whole test suite
-# Both work from a bare clone: they make .venv and install into it first.
+# make docs   builds the documentation in docs/_build/html
+# All work from a bare clone: they make .venv and install into it first.
 
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 INSTALLED := $(VENV)/.installed
+SPHINX := $(VENV)/.sphinx
 TRITON := $(VENV)/.triton
 # Tests of generated kernels, which run in Triton's interpreter where there is no GPU.
 KERNEL_TESTS := tests/kernels tests/ldos/training/test_fused.py tests/ldos/training/test_reference.py \
   tests/training/engines/test_graphs_load.py
 
-.PHONY: demo test lint format clean
+# make reference, make tutorials, make dist: generated pages, executed tutorials, sdist and wheel
+.PHONY: demo test docs reference tutorials dist lint format clean
 .DEFAULT_GOAL := demo
 
 $(INSTALLED): pyproject.toml constraints.txt
@@ -28,9 +31,17 @@ $(TRITON): $(INSTALLED)
 demo: $(INSTALLED)
 	$(BIN)/forgefield train
 
-# The reference of all options, made from their declarations.
-docs/reference/options.md: $(INSTALLED) $(wildcard forgefield/config/*.py forgefield/*/*options.py) forgefield/settings.py
-	$(BIN)/python -m forgefield.config.reference > $@
+# Pages of the reference that are generated from declarations in the code.
+reference: $(INSTALLED)
+	$(BIN)/python docs/generate.py
+
+$(SPHINX): $(INSTALLED)
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e ".[docs]"
+	touch $@
+
+docs: $(SPHINX)
+	$(BIN)/python -m sphinx -q -W --keep-going -b html docs docs/_build/html
+	@echo "docs/_build/html/index.html"
 
 # Three workers for two cores: some tests wait for launchers and schedulers, and others go on meanwhile.
 test: $(INSTALLED) $(TRITON)
@@ -48,4 +59,4 @@ format: $(INSTALLED)
 	$(BIN)/ruff format .
 
 clean:
-	rm -rf $(VENV) runs .pytest_cache .mypy_cache .ruff_cache
+	rm -rf $(VENV) runs docs/_build build dist .pytest_cache .mypy_cache .ruff_cache

@@ -30,6 +30,11 @@ VERBS = {
     "tune": ("tune", "search for good settings with many trainings, ending unpromising ones early (needs Optuna)"),
     "test": ("test", "measure the errors of a trained model on labelled data, in physical units"),
     "predict": ("predict", "predict energies, forces and stress of the structures in a file"),
+    "uncertainty": ("uncertainty", "compute the uncertainties of a trained model from its training data"),
+    "select": ("select", "choose structures of a pool to compute next: where the model is unsure"),
+    "md": ("md", "molecular dynamics with a trained model, continued exactly after an interruption"),
+    "relax": ("relax", "relax structures, and their cells, with a trained model"),
+    "evaluate": ("evaluate", "test the physics: elastic constants, phonons, stability, liquids, next to a reference"),
     "check": ("check", "check symmetry, exact derivatives and smoothness of your model on your data"),
     "data": ("data", "inspect data, convert it to a store, select a small sample"),
     "bench": ("bench", "measure the speed of each engine, its scaling, and the memory it needs"),
@@ -38,6 +43,7 @@ VERBS = {
     "import": ("import_", "import a model of another program as a run"),
     "export": ("export", "export the model of a run for another program"),
     "lammps": ("lammps", "run a LAMMPS input file with pair_style forgefield"),
+    "completion": ("completion", "print a script that completes commands in bash, zsh or fish"),
 }
 
 EXAMPLES = """\

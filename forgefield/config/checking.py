@@ -15,7 +15,7 @@ import typing
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import Any
 
-from forgefield.config.nearest import nearest
+from forgefield.config.nearest import did_you_mean, nearest
 from forgefield.config.option import IMPORT_PATH, Limits, limits_of
 from forgefield.config.peer_terms import KEYS
 from forgefield.config.refusals import check_choice, wrong
@@ -35,6 +35,7 @@ from forgefield.tasks.options import (
     as_typed,
 )
 
+Section = typing.TypeVar("Section")
 EXPECTED = {int: "a whole number", float: "a number", bool: "true or false", str: "text"}
 
 
@@ -107,6 +108,27 @@ def typed_config(values: Mapping[str, Any], sources: Sources) -> Config:
         values = {**values, "task": as_typed(values["task"], points=has_points(values))}
     _fill(config, values, "", sources)
     return config
+
+
+def typed_section(cls: type[Section], values: Mapping[str, Any], sources: Sources) -> Section:
+    """An options dataclass from plain values, whose keys, types and limits are checked."""
+    _refuse_unknown(cls, values, "", sources)
+    section = cls()
+    _fill(section, values, "", sources)
+    check_limits(section, "", sources)
+    return section
+
+
+def _refuse_unknown(cls: type, values: Mapping[str, Any], prefix: str, sources: Sources) -> None:
+    kinds = field_types(cls)
+    for name, value in values.items():
+        key = f"{prefix}{name}"
+        if name not in kinds:
+            hint = did_you_mean(str(name), kinds) or f" Valid are: {', '.join(kinds)}."
+            raise ForgefieldError(f"{sources.where(key)}: unknown key '{key}'.{hint}")
+        inner = section_class(kinds[name])
+        if inner is not None and isinstance(value, Mapping):
+            _refuse_unknown(inner, value, f"{key}.", sources)
 
 
 def stored_config(values: Mapping[str, Any], sources: Sources) -> Config:

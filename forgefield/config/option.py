@@ -107,12 +107,18 @@ def limits_of(field: dataclasses.Field[Any]) -> Limits:
     return limits if isinstance(limits, Limits) else Limits()
 
 
+def declared_limits(cls: type, name: str) -> Limits:
+    """What is declared about the field `name` of a dataclass."""
+    return next(limits_of(field) for field in dataclasses.fields(cls) if field.name == name)
+
+
 @functools.cache
 def field_docs(cls: type) -> dict[str, str]:
-    """Field name -> its docstring as one line; fields without one are left out."""
+    """Field name -> its docstring as one line, inherited fields included; fields without one are left out."""
+    inherited = [field_docs(base) for base in reversed(cls.__bases__) if dataclasses.is_dataclass(base)]
     tree = ast.parse(textwrap.dedent(inspect.getsource(cls)))
     body = tree.body[0].body  # type: ignore[attr-defined]
-    docs = {}
+    docs = {name: text for base in inherited for name, text in base.items()}
     for statement, following in itertools.pairwise(body):
         if isinstance(statement, ast.AnnAssign) and isinstance(statement.target, ast.Name):
             text = _string(following)

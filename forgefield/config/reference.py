@@ -1,15 +1,15 @@
-"""The reference of all options, made from their declarations: docs/reference/options.md, and the help of the command line.
-
-python -m forgefield.config.reference > docs/reference/options.md
-"""
+"""The reference of all options, made from their declarations: docs/reference/options.md, and the help of the command line."""
 
 from __future__ import annotations
 
 import dataclasses
+import os
+import re
 import textwrap
 import typing
 from collections.abc import Iterator, Sequence
 from functools import cache
+from pathlib import Path
 from typing import Any
 
 from forgefield.config.nearest import did_you_mean
@@ -21,15 +21,21 @@ from forgefield.ldos.options import PointTaskOptions
 from forgefield.settings import Config
 from forgefield.tasks.options import BRANCHES, FIELDS, POINTS, TaskOptions
 
-HEADER = """# All options
+HEADER = """# Options of a config
 
-Every option of a config with its type, default, allowed values, unit and meaning. `forgefield train --help-options SECTION`
-prints the same in a terminal. Options of models are on the pages of the models; `trainer` takes any argument of
-`lightning.Trainer`. How configs are written and overridden: [Configuration](../guides/configure.md).
-
-This page is generated from the declarations in the code: `make docs/reference/options.md`.
+Every option with its type, default, allowed values, unit and meaning. `forgefield train --help-options SECTION` prints the
+same in a terminal. Options of models are in [Options of models](model-options.md); `trainer` takes any argument of
+`lightning.Trainer`. How configs are written and overridden: [Write and change a config](../guides/configure.md).
 """
-_NAMES = {int: "integer", float: "number", str: "text", bool: "true or false", Any: "any value"}
+_NAMES = {
+    int: "integer",
+    float: "number",
+    str: "text",
+    bool: "true or false",
+    Path: "path",
+    os.PathLike: "path",
+    Any: "any value",
+}
 WIDTH = 100
 """Line length of the help in a terminal."""
 
@@ -79,17 +85,30 @@ def sections() -> tuple[Section, ...]:
 
 def reference() -> str:
     """The page docs/reference/options.md."""
-    return f"{HEADER}\n" + "\n".join(map(_markdown, sections()))
+    return f"{HEADER}\n" + "\n".join(
+        f"## {section.title}\n\n{_about(section)}{option_table(section.entries)}" for section in sections()
+    )
 
 
-def _markdown(section: Section) -> str:
-    lines = [f"## {section.title}", "", *([section.about, ""] if section.about else [])]
-    lines += ["| option | type | default | allowed | unit | meaning |", "|---|---|---|---|---|---|"]
-    for entry in section.entries:
-        default = f"`{entry.default}`" if entry.default and entry.type != "section" else entry.default
-        cells = (f"`{entry.name}`", entry.type, default, entry.allowed, entry.unit, entry.description)
-        lines.append("| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |")
+def _about(section: Section) -> str:
+    return f"{section.about}\n\n" if section.about else ""
+
+
+def option_table(entries: Sequence[Entry]) -> str:
+    """Options as a Markdown table."""
+    lines = ["| option | value | meaning |", "|---|---|---|"]
+    for entry in entries:
+        default = f"default `{entry.default}`" if entry.default and entry.type != "section" else ""
+        value = ", ".join(filter(None, [entry.type, default, entry.allowed, entry.unit]))
+        lines.append(
+            "| " + " | ".join(cell.replace("|", "\\|") for cell in (f"`{entry.name}`", value, entry.description)) + " |"
+        )
     return "\n".join(lines) + "\n"
+
+
+def options_of(cls: type) -> tuple[Entry, ...]:
+    """The options that a dataclass declares."""
+    return _entries(cls)
 
 
 def option_help(key: str = "") -> str:
@@ -133,14 +152,24 @@ def _wrapped(text: str) -> list[str]:
     return textwrap.wrap(text, WIDTH, initial_indent="    ", subsequent_indent="    ")
 
 
-def flag_help(key: str) -> str:
-    """The description of an option as the help of a command-line flag."""
-    parent, _, name = key.rpartition(".")
-    section = next(section for section in sections() if parent in section.keys)
-    entry = next(entry for entry in section.entries if entry.name == name)
+def flag_help(cls: type, name: str, *, default: str | None = None) -> str:
+    """The declaration of an option as the help of a command-line flag: description, unit, allowed values and default.
+
+    default: what is used without the flag, if it is not the declared default.
+    """
+    field = next(field for field in dataclasses.fields(cls) if field.name == name)
+    entry = _entry(cls, field)
     first = first_sentence(entry.description)
-    text = first[:1].lower() + first[1:]
-    return (text + (f", {entry.unit}" if entry.unit else "") + f" ({key})").replace("%", "%%")
+    text = first if first[:2].isupper() else first[:1].lower() + first[1:]
+    text += f", {entry.unit}" if entry.unit else ""
+    choices = [flow(choice) for choice in limits_of(field).choices]
+    if entry.type.startswith("list") and not all(choice in text for choice in choices):
+        text += f": {', '.join(choices)}"
+    described = re.search(r"Default: (.*?)(?:(?<!\.)\. (?=[A-Z])|\.?$)", entry.description)
+    if default is None and entry.default not in ("null", "[]", "false", "true"):
+        default = entry.default
+    default = default or (described[1] if described is not None else "")
+    return (text + (f" (default: {default})" if default else "")).replace("%", "%%").replace("`", "")
 
 
 def _walk(cls: type, key: str, note: str) -> Iterator[tuple[str, type, str]]:
@@ -175,7 +204,7 @@ def _entry(cls: type, field: dataclasses.Field[Any]) -> Entry:
         missing = "null" if is_optional(kind) else ""
         return Entry(field.name, "section", missing, "", "", description or class_doc(inner) or "")
     default = field.default if field.default_factory is dataclasses.MISSING else field.default_factory()
-    allowed = allowed_values(limits, flow)
+    allowed = ("one of " if limits.choices else "") + allowed_values(limits, flow)
     return Entry(field.name, _type(kind), flow(default), allowed, limits.unit or "", description)
 
 
@@ -189,8 +218,4 @@ def _type_name(kind: Any) -> str:
     if origin in (list, Sequence):
         item = _type_name(arguments[0])
         return "list" if arguments[0] is Any else f"list of {item if arguments[0] is str else f'{item}s'}"
-    return _NAMES[kind] if origin is None else "mapping"
-
-
-if __name__ == "__main__":
-    print(reference(), end="")
+    return _NAMES.get(origin or kind, "mapping")

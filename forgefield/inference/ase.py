@@ -32,7 +32,9 @@ from forgefield.data.neighbours.graph import (
 )
 from forgefield.data.species import SpeciesTable
 from forgefield.errors import ForgefieldError
+from forgefield.inference.ensemble import Ensemble
 from forgefield.inference.evaluate import evaluate_batch, per_atom_outputs
+from forgefield.inference.uncertainty import with_uncertainty
 from forgefield.kinds import FRAMES
 from forgefield.models.building import build_model
 from forgefield.models.potential import Potential
@@ -94,21 +96,38 @@ RESPONSES = {"dipole", "polarizability"}
 class Calculator(AseCalculator):
     """ASE calculator of a run, or of a `Potential`.
 
-    Arguments:
-        run: name of a run, path of its folder, a `Run`, or a `Potential`
-        which: weights of the run, `best` or `last`
-        device: where the model runs, `cpu` or `cuda`
-        head: branch of a model that has several
-        dtype: arithmetic inside the network, `float32` or `float64`, for a run; default: as trained
-        skin: how far beyond the cutoff neighbours are remembered, A
-        trust_code: whether code that the run names, such as a user's model, may be imported
+    Parameters
+    ----------
+    run
+        Name of a run, path of its folder, a `Run`, a `Potential`, or a list of these, whose mean is computed.
+    which
+        Weights of the run, `best` or `last`.
+    device
+        Where the model runs, `cpu` or `cuda`.
+    head
+        Branch of a model that has several.
+    dtype
+        Arithmetic inside the network, `float32` or `float64`, for a run; default: as trained.
+    skin
+        How far beyond the cutoff neighbours are remembered, A.
+    trust_code
+        Whether code that the run names, such as a user's model, may be imported.
+    uncertainty
+        `energy` or `forces`, to add uncertainties of energies, or of energies and forces, to the results; for a run that has
+        them (`forgefield uncertainty RUN`). An ensemble always has both.
 
-    Results: energy and free_energy (eV), energies (n_atoms,), forces (n_atoms, 3) (eV/A), and for cells with a
-    volume stress (6,) (eV/A^3, Voigt order xx yy zz yz xz xy). Extra outputs of the model are in `results` by name,
-    probabilities of classes as `NAME_prob`. A model of dipoles or polarisabilities without an energy gives these alone:
+    Notes
+    -----
+    `results` has energy and free_energy (eV), energies (n_atoms,), forces (n_atoms, 3) (eV/A), and for cells with a volume
+    stress (6,) (eV/A^3, Voigt order xx yy zz yz xz xy). Extra outputs of the model are in `results` by name, probabilities of
+    classes as `NAME_prob`. A model of dipoles or polarisabilities without an energy gives these alone:
     `atoms.get_dipole_moment()`.
-    A model trained with `task.forces.direct` predicts forces directly: they are not the
-    derivative of the energy, which dynamics does not conserve; `forces_are_direct` is true for such a model.
+
+    Uncertainties are standard deviations: `energy_uncertainty` (eV), `energies_uncertainty` (n_atoms,) (eV) and
+    `forces_uncertainty` (n_atoms, 3) (eV/A). An ensemble also has DeePMD-kit's deviations (`max_devi_f` and others).
+
+    A model trained with `task.forces.direct` predicts forces directly: they are not the derivative of the energy, which
+    dynamics does not conserve; `forces_are_direct` is true for such a model.
     """
 
     name = "forgefield"
@@ -127,7 +146,7 @@ class Calculator(AseCalculator):
 
     def __init__(
         self,
-        run: str | os.PathLike[str] | Run | Potential,
+        run: str | os.PathLike[str] | Run | Potential | Sequence[str | os.PathLike[str] | Run | Potential],
         *,
         which: str = "best",
         device: str | torch.device = "cpu",
@@ -135,12 +154,15 @@ class Calculator(AseCalculator):
         skin: float = 0.5,
         head: str | None = None,
         trust_code: bool = False,
+        uncertainty: str | None = None,
     ) -> None:
         super().__init__()
         self.device = torch.device(device)
         if isinstance(run, (str, os.PathLike, Run)):
             run = Run.open(run, trust_code=trust_code)
-        self.potential = load_for_evaluation(run, which, self.device, dtype, head)
+        elif not isinstance(run, nn.Module):
+            run, uncertainty = Ensemble(run, which=which, device=self.device, trust_code=trust_code), None
+        self.potential = load_for_evaluation(run, which, self.device, dtype, head, uncertainty)
         self.forces_are_direct = self.potential.forces_are_direct
         responses = RESPONSES & set(self.potential.extra_outputs)
         if not self.potential.has_energy and not self.forces_are_direct and not responses:
@@ -156,7 +178,7 @@ class Calculator(AseCalculator):
             )
         known = type(self).implemented_properties if self.potential.has_energy else []
         known = ["forces"] if self.forces_are_direct and not known else known
-        self.implemented_properties = [*known, *self.potential.extra_outputs]
+        self.implemented_properties = [*known, *self.potential.extra_outputs, *self.potential.uncertainty_outputs]
         self.species = SpeciesTable(self.potential.species)
         self.neighbours = VerletList(graph_of(self.potential), skin)
 
@@ -168,11 +190,12 @@ class Calculator(AseCalculator):
     ) -> None:
         """Evaluate the model. Forces and stress come together; energies alone are cheaper."""
         super().calculate(atoms, list(properties), list(system_changes))
-        frame = check_frame(_frame(self.atoms))
+        frame = check_frame(frame_of_atoms(self.atoms))
         has_volume = frame.volume > 0
         if "stress" in properties and not has_volume:
             raise PropertyNotImplementedError("stress needs a cell with a volume; this structure has none")
-        gradients = self.potential.has_energy and any(name in properties for name in ("forces", "stress"))
+        of_gradients = ("forces", "stress", "forces_uncertainty")
+        gradients = self.potential.has_energy and any(name in properties for name in of_gradients)
         # Derivatives come together; direct forces have none, so that a stress is made only where it is asked for.
         stressed = gradients and has_volume and (not self.forces_are_direct or "stress" in properties)
         batch = self._batch(frame) | self._inputs(self.atoms)
@@ -183,6 +206,9 @@ class Calculator(AseCalculator):
             energy = float(out["energy"][0])
             self.results = {"energy": energy, "free_energy": energy, "energies": out["atomic_energy"]}
         of_atoms = per_atom_outputs(self.potential)
+        for name, per in self.potential.uncertainty_outputs.items():
+            if name in out:
+                self.results[name] = out[name] if per == "atom" else float(out[name][0])
         for name, value in extra.items():
             array = value.cpu().numpy()
             self.results[name] = array if name.removesuffix("_prob") in of_atoms or name in of_atoms else array[0]
@@ -190,6 +216,17 @@ class Calculator(AseCalculator):
             self.results["forces"] = out["forces"]
             if "stress" in out:
                 self.results["stress"] = full_3x3_to_voigt_6_stress(out["stress"][0])
+
+    def forget_structures(self) -> None:
+        """Drop results and neighbour lists, so that the next result does not depend on earlier structures to the last bit.
+
+        The models of Forgefield need none of it; calculators of other programs reuse neighbour lists in their own ways.
+        """
+        self.reset()
+        self.neighbours = VerletList(self.neighbours.graph, self.neighbours.skin)
+        for module in self.potential.modules():
+            if callable(forget := getattr(module, "forget_structures", None)):
+                forget()
 
     def check_state(self, atoms: Atoms, tol: float = 1e-15) -> list[str]:
         """What has changed since the last calculation; ASE does not look at parameters by itself."""
@@ -235,7 +272,8 @@ def _parameters(atoms: Atoms, potential: Potential) -> dict[str, np.ndarray]:
     return found
 
 
-def _frame(atoms: Atoms) -> Frame:
+def frame_of_atoms(atoms: Atoms) -> Frame:
+    """The frame of a structure, without labels."""
     return Frame(
         positions=np.array(atoms.positions, dtype=np.float64),
         numbers=np.array(atoms.numbers, dtype=np.int64),
@@ -251,9 +289,15 @@ def load_for_evaluation(
     device: torch.device,
     dtype: str | torch.dtype | None,
     head: str | None,
+    uncertainty: str | None = None,
 ) -> Potential:
-    """A copy of the model in evaluation mode whose weights do not require gradients."""
+    """A copy of the model in evaluation mode whose weights do not require gradients.
+
+    uncertainty: `energy` or `forces`, to add uncertainties to its outputs.
+    """
     if isinstance(run, nn.Module):
+        if uncertainty is not None:
+            raise ForgefieldError("uncertainty can be chosen for a run; a Potential is used as it is.")
         if head is not None:
             raise ForgefieldError("head can be chosen for a run; a Potential is used as it is.")
         if dtype is not None:
@@ -270,4 +314,5 @@ def load_for_evaluation(
             precision = str(dtype).removeprefix("torch.")
             potential = build_model(resolved, precision=precision, seed=0, trust=run.trust)
             potential.load_state_dict(weights)
+        potential = with_uncertainty(potential, run, which, uncertainty)
     return potential.to(device).eval().requires_grad_(False)

@@ -35,13 +35,15 @@ def predict_dataset(
 
     device: where to compute; default: where the model is.
 
-    Returns (NaN where a label is missing or was not predicted):
-        energy_pred, energy_ref: (n_frames,), eV; n_atoms: (n_frames,)
-        forces_pred, forces_ref: (sum of n_atoms, 3), eV/A; species: (sum of n_atoms,), index into species_symbols
-        stress_pred, stress_ref: (n_frames, 3, 3), eV/A^3
-        NAME_pred, NAME_ref: of every extra output of the model, (n_frames, *shape) or (sum of n_atoms, *shape); for classes
-        the label of the most probable one, and NAME_prob: (..., n_classes), the probabilities of all
-        species_symbols: (n_species,)
+    Returns arrays by name, NaN where a label is missing or was not predicted:
+
+    - energy_pred, energy_ref: (n_frames,), eV
+    - forces_pred, forces_ref: (sum of n_atoms, 3), eV/A
+    - stress_pred, stress_ref: (n_frames, 3, 3), eV/A^3
+    - n_atoms: (n_frames,); species: (sum of n_atoms,), index into species_symbols: (n_species,)
+    - NAME_pred, NAME_ref of every extra output of the model: `(n_frames, *shape)` or `(sum of n_atoms, *shape)`; for classes
+      the label of the most probable one, and NAME_prob: (..., n_classes), the probabilities of all
+
     A model without an energy gives its extra outputs only.
     """
     batches = _batches(loader_or_dataset, batch) if isinstance(loader_or_dataset, GraphDataset) else loader_or_dataset

@@ -22,6 +22,7 @@ from forgefield.data.species import SpeciesTable
 from forgefield.errors import ForgefieldError
 from forgefield.inference.ase import VerletList
 from forgefield.inference.evaluate import evaluate_batch
+from forgefield.inference.uncertainty import with_uncertainty
 from forgefield.models.potential import Potential
 from forgefield.ops.neighbour_lists import batched_neighbours, squared_lengths
 from forgefield.runs import Run
@@ -35,7 +36,8 @@ class Model(ModelInterface):  # type: ignore[misc]
     Parameters
     ----------
     run
-        Name or path of a run, a packaged model (`.ff`), a `Run` or a `Potential`.
+        Name or path of a run, a packaged model (`.ff`), a `Run`, a `Potential`, or an `Ensemble`, whose results include
+        uncertainties and deviations.
     which
         Weights of the run, `best` or `last`.
     device
@@ -50,6 +52,8 @@ class Model(ModelInterface):  # type: ignore[misc]
         Branch of a model with several branches.
     trust_code
         Whether to import code to which the run refers, such as a user-defined model.
+    uncertainty
+        `energy` or `forces`, to add uncertainties to the results of a run that has them.
     """
 
     def __init__(
@@ -64,6 +68,7 @@ class Model(ModelInterface):  # type: ignore[misc]
         skin: float = 0.5,
         head: str | None = None,
         trust_code: bool = False,
+        uncertainty: str | None = None,
     ) -> None:
         super().__init__()
         self._device = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
@@ -75,7 +80,8 @@ class Model(ModelInterface):  # type: ignore[misc]
         else:
             opened = Run.open(run, trust_code=trust_code)
             opened.require_head(head)
-            self.potential = opened.load_potential(which, self._device, head=head)
+            potential = opened.load_potential(which, self._device, head=head)
+            self.potential = with_uncertainty(potential, opened, which, uncertainty)
         if not self.potential.has_energy:
             raise ForgefieldError(
                 f"This model predicts {', '.join(self.potential.extra_outputs) or 'noise'} but no energy, "
@@ -117,7 +123,8 @@ class Model(ModelInterface):  # type: ignore[misc]
             self.potential, batch, forces=self._compute_forces, stress=self._compute_stress
         )
         names = ("energy", *("forces",) * self._compute_forces, *("stress",) * self._compute_stress)
-        return {name: outputs[name].to(self._dtype) for name in names}
+        uncertain = (name for name in self.potential.uncertainty_outputs if name in outputs)
+        return {name: outputs[name].to(self._dtype) for name in (*names, *uncertain)}
 
     def _batch(self, state: Any) -> Batch:
         """The batch of a state, which is left as it is. Positions and cells are taken to float64."""

@@ -6,6 +6,7 @@ numbers.
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
@@ -24,6 +25,15 @@ def write_extxyz(path: Path, images: Iterable[Atoms]) -> None:
     with path.open("w", encoding="utf-8") as stream:
         for atoms in images:
             stream.writelines(_lines(atoms))
+
+
+def append_extxyz(path: Path, images: Iterable[Atoms]) -> None:
+    """Append structures to a file, and have the disk keep them."""
+    with path.open("a", encoding="utf-8") as stream:
+        for atoms in images:
+            stream.write("".join(_lines(atoms)))
+        stream.flush()
+        os.fsync(stream.fileno())
 
 
 def _lines(atoms: Atoms) -> Iterator[str]:

@@ -33,7 +33,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, ClassVar, Generic, Protocol, TypeVar
+from typing import Any, ClassVar, Generic, NamedTuple, Protocol, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -47,6 +47,23 @@ Tangents = Callable[[], tuple[Tensor, Tensor, Tensor]]
 """Returns features (n_atoms, feature_dim), atomic energies (n_atoms,), eV, and the tangents of these energies (n_atoms,)."""
 Section = Mapping[str, Any]
 """The `model` section of a config without its name, or resolved options, as plain values."""
+
+
+class LastLayer(NamedTuple):
+    """Atomic energies as a linear function of the weights of the last layer: features @ weights + offsets, all float64.
+
+    features: (n_atoms, n_weights), functions of the structure.
+    weights: (n_weights,).
+    offsets: (n_atoms,), eV, what does not depend on these weights: energy shifts, pair repulsion.
+    """
+
+    features: Tensor
+    weights: Tensor
+    offsets: Tensor
+
+    def energies(self) -> Tensor:
+        """(n_atoms,) atomic energies, eV."""
+        return self.features @ self.weights + self.offsets
 
 
 class ExtraOutput(Protocol):
@@ -130,6 +147,8 @@ class AtomisticModel(nn.Module):
 
     sums_over_edges: bool = False
     """Whether `forward` sums over edges with `WeightedHarmonics`, which can use kernels in every engine."""
+    convolves: bool = False
+    """Whether `forward` convolves with `EdgeHarmonics`, which uses compiled C code on a CPU."""
 
     # ---- what a model computes
 
@@ -146,12 +165,20 @@ class AtomisticModel(nn.Module):
         or None without `energies`. For models with `feature_dim`."""
         raise self._lacks("features of atoms", "encode(batch, edges, energies=...)")
 
+    def last_layer(self, batch: Batch, edges: EdgeContext) -> LastLayer:
+        """The last layer of the network, in which atomic energies are linear. It is what uncertainties of a trained model are
+        computed from (`forgefield.trust.uncertainty`)."""
+        raise ForgefieldError(
+            f"{type(self).__name__} does not define its last layer (it has no method last_layer(batch, edges)), from which "
+            "uncertainties of a single model are computed; train several models and combine them with forgefield.Ensemble."
+        )
+
     def energy_parameters(self) -> Iterable[nn.Parameter]:
         """Parameters that energies depend on and features do not; they are frozen where no energy is trained."""
         return ()
 
     def values(self, batch: Batch, edges: EdgeContext, names: Sequence[str]) -> dict[str, Tensor]:
-        """Outputs of these names, (n_frames, *shape) or (n_atoms, *shape), float64; for models with such outputs instead of
+        """Outputs of these names, `(n_frames, *shape)` or `(n_atoms, *shape)`, float64; for models with such outputs instead of
         energies (`RegisteredModel.direct_outputs`)."""
         raise self._lacks(f"outputs other than energies ({', '.join(names)})", "values(batch, edges, names)")
 

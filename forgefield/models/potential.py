@@ -12,6 +12,7 @@ import torch
 import torch.autograd.forward_ad as forward_ad
 from torch import Tensor, nn
 
+from forgefield.errors import ForgefieldError
 from forgefield.kernels.core.runtime import use_kernels
 from forgefield.kernels.edges.segments import forces_by_kernel, sums_by_kernel
 from forgefield.models.edges import (
@@ -23,7 +24,7 @@ from forgefield.models.edges import (
     rows_times,
     volumes,
 )
-from forgefield.models.interface import AtomisticModel, ExtraOutput, declared
+from forgefield.models.interface import AtomisticModel, ExtraOutput, LastLayer, declared
 from forgefield.ops.graph import EdgeGraph, GradientSwitch, Segments, edge_graph, gather, is_traced, segment_sum
 
 
@@ -62,6 +63,11 @@ class Potential(nn.Module):
     @property
     def extra_outputs(self) -> Mapping[str, ExtraOutput]:
         """What it gives beside energy, forces and stress, by name."""
+        return {}
+
+    @property
+    def uncertainty_outputs(self) -> Mapping[str, str]:
+        """Outputs that are uncertainties of others, by name: `frame` or `atom`, what has a value. Default: none."""
         return {}
 
     @property
@@ -122,6 +128,26 @@ class Potential(nn.Module):
     def _encode(self, batch: Batch, edges: EdgeContext) -> tuple[Tensor, Tensor | None]:
         """Atomic energies (n_atoms,), eV, float64; and features of atoms for models with heads."""
         return self._referenced(self.interface(batch, edges), batch), None
+
+    def last_layer(self, batch: Batch, edges: EdgeContext) -> LastLayer:
+        """Atomic energies as a linear function of the weights of the last layer; refused with the reason for models whose
+        energies are not such a function."""
+        if not self.has_energy:
+            raise ForgefieldError(
+                "This model predicts no energy, so it has no last layer that uncertainties are computed from."
+            )
+        last = self.interface.last_layer(batch, edges)
+        return last._replace(offsets=self._referenced(last.offsets, batch))
+
+    def moved_last_layer(self, batch: Batch, direction: Tensor) -> tuple[LastLayer, Tensor]:
+        """The last layer, and the derivative of its features (n_atoms, n_weights) when atoms move along `direction`
+        (n_atoms, 3)."""
+        with forward_ad.dual_level():
+            moving, edges = self._moving(batch, direction, None, None)
+            last = self.last_layer(moving, edges)
+            features, tangent = forward_ad.unpack_dual(last.features)
+            weights, offsets = (forward_ad.unpack_dual(part).primal for part in (last.weights, last.offsets))
+        return LastLayer(features, weights, offsets), torch.zeros_like(features) if tangent is None else tangent
 
     def _referenced(self, atomic: Tensor, batch: Batch) -> Tensor:
         """Energies of the model (n_atoms,), with the reference energies if there are any; float64."""

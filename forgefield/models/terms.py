@@ -22,7 +22,7 @@ from ase.data import atomic_numbers
 from torch import Tensor, nn
 
 from forgefield.errors import ForgefieldError
-from forgefield.models.interface import RegisteredModel
+from forgefield.models.interface import LastLayer, RegisteredModel
 from forgefield.models.options import TermOptions, check_values, complete_terms, pair_cutoff
 from forgefield.ops.functions import polynomial_cutoff
 from forgefield.ops.graph import EdgeGraph, Segments, gather, segment_sum
@@ -147,6 +147,14 @@ class SpeciesTerms(RegisteredModel[OptionsT]):
         kind = Segments(species, len(self.species))
         energies = torch.addcmul(gather(self.energy_shifts, kind), gather(self.energy_scales, kind), atomic)
         return self.add_repulsion(energies, pairs, species, graph)
+
+    def scaled_last_layer(
+        self, features: Tensor, weights: Tensor, pairs: PairLengths | None, species: Tensor, graph: EdgeGraph
+    ) -> LastLayer:
+        """The last layer of a network whose output is features (n_atoms, n) @ weights (n,), before scales and shifts."""
+        features = features.double() * self.energy_scales.index_select(0, species).unsqueeze(1)
+        offsets = self.add_repulsion(self.energy_shifts.index_select(0, species), pairs, species, graph)
+        return LastLayer(features, weights.double(), offsets)
 
     def add_repulsion(self, energies: Tensor, pairs: PairLengths | None, species: Tensor, graph: EdgeGraph) -> Tensor:
         """Energies (n_atoms,) with the ZBL repulsion if it is enabled."""

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from forgefield.ops.convolution_plan import Block
 from forgefield.ops.functions import activate, second_moment_scale
-from forgefield.ops.graph import cut
+from forgefield.ops.graph import Segments, cut, gather, is_traced, join
 from forgefield.ops.products import product
 
 
@@ -100,6 +100,35 @@ class SpeciesLinear(nn.Module):
             result.append((weight if table is None else torch.matmul(table, weight)).flatten(0, 1))
         return result
 
+    def by_species(self) -> list[Tensor]:
+        """(n_embedding, in, out) of each block: the matrix of each species, for attributes that are one-hot."""
+        flat = cut(self.weight * self.norm, self.sizes, 0)
+        return [
+            part.view(n_in, self.n_embedding, n_out).transpose(0, 1) for part, (n_in, n_out) in zip(flat, self.channels)
+        ]
+
+
+_ONE_HOT_UP_TO = 16
+"""Number of species up to which one product with all matrices is cheaper than a copy of a matrix for each atom."""
+
+
+def product_by_species(x: Tensor, matrices: Tensor, species: Tensor) -> Tensor:
+    """x (n, d, c) times the matrix of each row's species: (n, d, e). matrices: (n_species, c, e). species: (n,) int64."""
+    count = matrices.shape[0]
+    if count == 1:
+        return product(x, matrices[0])
+    if x.is_cuda or is_traced(x):
+        if count > _ONE_HOT_UP_TO:
+            return torch.bmm(x, gather(matrices, Segments(species, count)))
+        one_hot = (species.unsqueeze(1) == torch.arange(count, device=species.device)).to(x.dtype)
+        expanded = one_hot.view(-1, 1, count, 1) * x.unsqueeze(2)
+        return product(expanded.flatten(2), matrices.flatten(0, 1))
+    members = [torch.nonzero(species == number).squeeze(1) for number in torch.unique(species).tolist()]
+    parts = [product(x.index_select(0, rows), matrices[int(species[rows[0]])]) for rows in members]
+    if not parts:
+        return x.new_zeros(0, x.shape[1], matrices.shape[2])
+    return join(parts, 0).index_select(0, torch.argsort(torch.cat(members)))
+
 
 class Perceptron(nn.Module):
     """Dense layers without bias on scalars, with the activation between layers, not after the last.
@@ -120,11 +149,13 @@ class Perceptron(nn.Module):
         self.scales = [(1.0 if i == 0 else gain) / math.sqrt(n_in) for i, n_in in enumerate(sizes[:-1])]
 
     def forward(self, x: Tensor) -> Tensor:
-        for number, (weight, scale) in enumerate(zip(self.weights, self.scales)):
-            if number > 0 and self.activation is not None:
-                x = activate(self.activation, x)
-            is_last = number == len(self.scales) - 1
-            x = x @ (weight * scale) if is_last else product(x, weight * scale)
+        return self.hidden(x) @ (self.weights[-1] * self.scales[-1])
+
+    def hidden(self, x: Tensor) -> Tensor:
+        """The input of the last layer."""
+        for number in range(len(self.weights) - 1):
+            x = product(x, self.weights[number] * self.scales[number])
+            x = x if self.activation is None else activate(self.activation, x)
         return x
 
 

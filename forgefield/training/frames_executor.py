@@ -202,6 +202,7 @@ class FramesExecutor(StepExecutor, ProbedModule):
             steps = self.steps_of_fit()
             refusal = self._graphs_refusal()
             inner = self.starter.start(self._step_function, batch, steps=steps, graphs_refusal=refusal)
+            self._eager.function.c_code = inner.function.c_code
         if isinstance(inner, GraphsEngine):
             optimiser = self.module.trainer.optimizers[0]
             self._update = CapturedUpdate(optimiser, self.ema, static_gradients=lambda: self.keeps_gradients)
@@ -227,6 +228,7 @@ class FramesExecutor(StepExecutor, ProbedModule):
             knots=table_knots(self.options),
             storage=self.options.kernels.storage,
             edge_kernels=self.options.kernels.edges,
+            c_code=self.starter is None or not self.starter.excludes_c_code,
             shapes=self.shapes,
         )
 

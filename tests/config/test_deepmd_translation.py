@@ -404,7 +404,7 @@ def test_settings_that_the_page_names_exist() -> None:
 
 
 def test_schedules_of_the_page_can_be_built() -> None:
-    examples = re.findall(r"^    (training: .*)$", PAGE, flags=re.MULTILINE)
+    examples = re.findall(r"^(training: .*)$", PAGE, flags=re.MULTILINE)
     assert len(examples) == 3
     for text in examples:
         training = yaml.safe_load(text)["training"]

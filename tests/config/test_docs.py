@@ -1,5 +1,5 @@
-"""Every example in docs/guides/configure.md is a config that loads, its trainer settings and callbacks work in a training,
-and the page names every section and resolver.
+"""Every example in docs/guides/configure.md, and in the pages on own models and fine-tuning, is a config that loads; its
+trainer settings and callbacks work in a training; and the pages name every section and resolver.
 """
 
 import dataclasses
@@ -14,9 +14,13 @@ from forgefield.config.resolvers import RESOLVERS
 from forgefield.settings import Config
 from tests.support.helpers import tiny_config
 
-PAGE = (Path(__file__).parents[2] / "docs" / "guides" / "configure.md").read_text(encoding="utf-8")
-EXAMPLES = re.findall(r"```yaml\n(.*?)```", PAGE, flags=re.DOTALL)
-OVERRIDES = [word.strip("'") for word in re.findall(r"^\| `(.*?)` \|", PAGE, flags=re.MULTILINE) if "${" not in word]
+GUIDES = Path(__file__).parents[2] / "docs" / "guides"
+PAGE = "".join((GUIDES / f"{name}.md").read_text(encoding="utf-8") for name in ("configure", "own-model", "fine-tune"))
+EXAMPLES = [text for text in re.findall(r"```yaml\n(.*?)```", PAGE, flags=re.DOTALL) if "train:" in text]
+OVERRIDE = re.compile(r"^'?(\+\+?)?[\w.]+=|^~")
+OVERRIDES = [
+    word.strip("'") for word in re.findall(r"^\| `(.*?)` \|", PAGE, flags=re.MULTILINE) if OVERRIDE.search(word)
+]
 
 
 @pytest.mark.parametrize("number", range(len(EXAMPLES)))

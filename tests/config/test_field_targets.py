@@ -23,8 +23,12 @@ def stored(text: str) -> Config:
 
 
 def test_the_examples_of_the_docs_load(load):
-    page = (Path(__file__).parents[2] / "docs" / "guides" / "targets.md").read_text(encoding="utf-8")
-    first, turning, extra_outputs = (load(text) for text in re.findall(r"```yaml\n(.*?)```", page, flags=re.DOTALL))
+    guides = Path(__file__).parents[2] / "docs" / "guides"
+    pages = ("properties.md", "vectors-and-tensors.md", "fine-tune.md")
+    examples = [
+        re.findall(r"```yaml\n(.*?)```", (guides / page).read_text(encoding="utf-8"), re.DOTALL) for page in pages
+    ]
+    first, turning, extra_outputs = (load(texts[-1]) for texts in examples)
     assert list(targets_of(first.task)) == ["band_gap", "charge", "dos", "formation_energy", "space_group"]
     assert [target.kind for target in targets_of(turning.task).values()] == ["vector", "symmetric"]
     assert extra_outputs.training.lr_groups == {"model.*": 0.1}

@@ -25,11 +25,11 @@ from forgefield.settings import Config
 
 ROOT = Path(__file__).parents[2]
 SCRIPTS = sorted([*(ROOT / "benchmarks").glob("*.py"), *(ROOT / "examples").glob("*.py")])
-PAGES = sorted([ROOT / "README.md", *(ROOT / "docs").rglob("*.md")])
+PAGES = sorted([ROOT / "README.md", *(page for page in (ROOT / "docs").rglob("*.md") if "_build" not in page.parts)])
 SECTIONS = {field.name for field in dataclasses.fields(Config)}
 LAUNCHERS = r"(?:^|[\s;(])(?:torchrun|srun|mpirun|mpiexec|until|OMP_NUM_THREADS=\d+)\b"
 PATHS = r"(?<![\w/.])((?:benchmarks|examples|tests|forgefield|docs)/[\w./*-]*\w)"
-by_page = pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+by_page = pytest.mark.parametrize("page", PAGES, ids=lambda page: "/".join(page.parts[-2:]))
 
 
 def read(page: Path) -> str:
@@ -58,7 +58,7 @@ def inline(text: str) -> list[str]:
 def commands(code: list[str]) -> list[str]:
     """What follows `forgefield`, launchers before it and comments and shell syntax after it left out."""
     found = [re.match(rf"(?:\$ |# )?(?:.*{LAUNCHERS}.*\s)?forgefield (?!import Calculator)(.*)", each) for each in code]
-    return [re.split(r"\s+#|; do|;$", match[1])[0].strip() for match in found if match]
+    return [re.split(r"\s+[#>]\s|\s+#|; do|;$", match[1])[0].strip() for match in found if match]
 
 
 def anchors(page: Path) -> set[str]:

@@ -259,7 +259,7 @@ def test_the_summary_says_how_often_sources_come(tmp_path):
         options(train=str(tmp_path / "*.extxyz"), val=0, batch={"frames": 4, "by_source": True}, cutoff=3.0), 0
     )
     assert (
-        dict(data.describe())["sampling"] == "4 batches of one source each an epoch: a.extxyz 50.0 %, b.extxyz 50.0 %"
+        dict(data.describe())["sampling"] == "4 batches of one source each per epoch: a.extxyz 50.0 %, b.extxyz 50.0 %"
     )
 
 

@@ -102,7 +102,7 @@ def test_neighbour_lists_are_built_once_and_progress_is_told(dataset):
 
 def test_unknown_elements_and_coinciding_atoms_name_the_frame(make_frame):
     gold = make_frame([79, 1], source="gold.xyz", index=3)
-    with pytest.raises(ForgefieldError, match=r"gold\.xyz, frame 3: it holds Au.*\(H, O, Cu\)"):
+    with pytest.raises(ForgefieldError, match=r"gold\.xyz, frame 3: it contains Au.*\(H, O, Cu\)"):
         GraphDataset([gold], SPECIES, 4.0)
     twice = make_frame([1, 1, 8], positions=[[0, 0, 0], [0, 0, 1], [0, 0, 1]], source="a.xyz", index=1)
     with pytest.raises(ForgefieldError, match=r"a\.xyz, frame 1: atoms 1 and 2 are at the same place"):

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import argparse
-
 import lightning
 import numpy as np
 import pytest
 import torch
 
+from forgefield.cli import Parser
 from forgefield.cli import data as data_command
 from forgefield.data.batch import BatchSpec
 from forgefield.data.inspection.inspect import inspect_frames
@@ -82,7 +81,7 @@ def test_lightning_takes_the_loaders_as_they_are(file):
 
 def test_an_element_only_in_the_test_file_is_an_error_that_names_it(file, tmp_path):
     (tmp_path / "test.xyz").write_text("2\nenergy=1\nH 0 0 0\nAu 0 0 1\n")
-    with pytest.raises(ForgefieldError, match=r"test\.xyz, frame 0: it holds Au"):
+    with pytest.raises(ForgefieldError, match=r"test\.xyz, frame 0: it contains Au"):
         read_data(DataOptions(train=str(file), test=str(tmp_path / "test.xyz")), 0)
 
 
@@ -125,9 +124,9 @@ def test_3bpa_in_the_wrong_unit_is_noticed(shared):
 
 
 def inspect_command(*argv):
-    parser = argparse.ArgumentParser()
+    parser = Parser(prog="data")
     data_command.add_arguments(parser)
-    return data_command.run(parser.parse_args(["info", *map(str, argv)]))
+    return data_command.run(data_command.parse(parser, ["info", *map(str, argv)]))
 
 
 def test_info_shows_what_is_there(file, capsys):
@@ -153,7 +152,7 @@ def test_info_points_at_what_is_suspicious(make_frame):
     frames.append(frames[0])
     remarks = "\n".join(inspect_frames(frames).remarks)
     assert "1 frame with atoms closer than half the sum of their covalent radii: w.xyz, frame 7" in remarks
-    assert "1 frame that repeat an earlier one: w.xyz, frame 0" in remarks
+    assert "1 frame identical to an earlier one: w.xyz, frame 0" in remarks
     assert "eV/A: w.xyz, frame 5" in remarks
-    assert "off the fit by composition: w.xyz, frame 3; the ratio 27" in remarks
+    assert "eV/atom: w.xyz, frame 3; the ratio 27" in remarks
     assert "1 frame without forces: w.xyz, frame 7" in remarks

@@ -180,7 +180,7 @@ def test_a_blank_frame_is_given_what_a_model_needs_and_has_nothing_to_learn():
 def test_frames_that_contradict_each_other_are_refused():
     one, two = (replace(frame, fields={}, per_atom=frozenset()) for frame in some_frames(2))
     with pytest.raises(
-        ForgefieldError, match=r"frame 1: its field x has shape \(3,\); the other frames have it per frame"
+        ForgefieldError, match=r"frame 1: the field x has shape \(3,\); in other frames it is per frame"
     ):
         FrameTable.from_frames([replace(one, fields={"x": np.ones(2)}), replace(two, fields={"x": np.ones(3)})])
     tables = [FrameTable.from_frames([replace(f, fields={"x": np.ones(n)})]) for f, n in ((one, 2), (two, 3))]
@@ -287,10 +287,9 @@ def test_a_store_that_cannot_give_what_is_asked_says_what_to_do(tmp_path, fields
     store_frames(some_frames(10, 9), tmp_path / "a.store")
     with pytest.raises(ForgefieldError, match=message):
         read_table(tmp_path / "a.store", LabelOptions(fields=fields))
-    if "no meaning" not in message:
-        with pytest.raises(ForgefieldError, match=message):
-            convert(str(tmp_path / "a.store"), tmp_path / "b.store", labels=LabelOptions(fields=fields))
-        assert not (tmp_path / "b.store.partial").exists()
+    with pytest.raises(ForgefieldError, match=message):
+        convert(str(tmp_path / "a.store"), tmp_path / "b.store", labels=LabelOptions(fields=fields))
+    assert not (tmp_path / "b.store.partial").exists()
 
 
 def test_where_labels_may_be_missing_so_may_fields(tmp_path):
@@ -389,7 +388,7 @@ def test_the_same_structure_with_another_field_is_not_the_same_frame():
     (frame,) = (replace(f, fields={}, per_atom=frozenset()) for f in some_frames(1, 4))
     twice = [replace(frame, fields={"gap": np.array(x)}, index=i) for i, x in enumerate((1.0, 1.0, 2.0))]
     remarks = inspect_frames(twice).remarks
-    assert any(remark.startswith("1 frame that repeat an earlier one: a.xyz, frame 1") for remark in remarks)
+    assert any(remark.startswith("1 frame identical to an earlier one: a.xyz, frame 1") for remark in remarks)
     assert any(remark.startswith("1 frame with the structure of an earlier one") for remark in remarks)
 
 

@@ -81,16 +81,16 @@ def test_extended_xyz_gives_values_of_frames_and_of_atoms(tmp_path):
     [
         (
             {"dipole": {"shape": [4]}},
-            r"a\.xyz, frame 0: dipole has shape \(3,\); by data\.labels\.fields\.dipole it should be \(4,\)",
+            r"a\.xyz, frame 0: dipole has shape \(3,\); according to data\.labels\.fields\.dipole it should be \(4,\)",
         ),
         ({"w": {"per": "atom", "shape": [3]}}, r"frame 0: w has shape \(2, 6\); .* it should be \(2, 3\)"),
         ({"alpha": {"per": "atom", "shape": [3]}}, r"frame 0: alpha has shape \(3, 3\); .* it should be \(2, 3\)"),
-        ({"q": {}}, r"frame 0: q is a value of each atom here, .* set data\.labels\.fields\.q\.per=atom"),
+        ({"q": {}}, r"frame 0: q is a value per atom, but .* set data\.labels\.fields\.q\.per=atom"),
         (
             {"x": {"key": "y"}},
             r"fields\.x: no frame of .*a\.xyz has the key 'y'; keys found there: alpha, dipole, energy,",
         ),
-        ({"q": {"per": "atom", "species": ["Xx"]}}, r"fields\.q\.species names 'Xx', which is not a chemical element"),
+        ({"q": {"per": "atom", "species": ["Xx"]}}, r"fields\.q\.species has 'Xx', which is not a chemical element"),
     ],
 )
 def test_what_does_not_fit_names_frame_and_shapes(tmp_path, fields, message):
@@ -252,8 +252,8 @@ def test_systems_of_deepmd_kit(tmp_path, layout):
 def test_an_array_that_deepmd_kit_would_not_take_either_is_refused_with_both_shapes(tmp_path):
     path = write_system(tmp_path / "water", {**arrays(2), "aparam": np.zeros((2, 6)), "fparam": np.zeros((2, 3))})
     message = refused(path, {"aparam": {"per": "atom", "shape": [2]}})
-    assert "frame 0: aparam has shape (6,); by data.labels.fields.aparam it should be (4, 2)" in message
-    assert "fparam has shape (3,); by data.labels.fields.fparam it should be (2,)" in refused(
+    assert "frame 0: aparam has shape (6,); according to data.labels.fields.aparam it should be (4, 2)" in message
+    assert "fparam has shape (3,); according to data.labels.fields.fparam it should be (2,)" in refused(
         path, {"fparam": {"shape": [2]}}
     )
     (path / "set.000" / "fparam.npy").unlink()

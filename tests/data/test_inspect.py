@@ -94,14 +94,14 @@ def test_mixed_periodicity_and_sources_are_counted(make_frame):
 
 def test_repeated_frames_are_found_whatever_their_weight_and_name(water):
     again = replace(water[4], weight=3.0, source="other.xyz", index=9)
-    assert "1 frame that repeat an earlier one: other.xyz, frame 9" in remarks_of([*water, again])
+    assert "1 frame identical to an earlier one: other.xyz, frame 9" in remarks_of([*water, again])
     assert "repeat" not in remarks_of(water)
 
 
 def test_the_same_structure_with_other_labels_is_not_a_repetition(water):
     twin = replace(water[4], energy=water[4].energy + 0.1, source="twin.xyz", index=0)
     remarks = remarks_of([*water, twin])
-    assert "1 frame with the structure of an earlier one but other labels: twin.xyz, frame 0" in remarks
+    assert "1 frame with the structure of an earlier one but different labels: twin.xyz, frame 0" in remarks
     assert "repeat" not in remarks
 
 

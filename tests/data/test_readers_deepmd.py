@@ -150,7 +150,7 @@ def broken(columns, name, values):
         ("virial", np.zeros((3, 6)), "virial has 6 numbers a frame"),
         ("box", np.zeros((3, 3)), "box has 3 numbers a frame"),
         ("box", np.zeros((3, 9)), "frame 0: it .*no volume"),
-        ("energy", np.array([[1.0], [np.nan], [2.0]]), "frame 1: energy contain NaN"),
+        ("energy", np.array([[1.0], [np.nan], [2.0]]), "frame 1: energy contains NaN"),
         (
             "energy",
             np.array([[1], [2], [{}]], dtype=object),

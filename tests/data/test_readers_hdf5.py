@@ -187,7 +187,7 @@ def good(file):
         ("numbers", [b"H", b"Qq"], "'Qq' in numbers is not a chemical element"),
         ("energy", np.zeros(2), r"#/a: energy has shape \(2,\), but there are 3 frames"),
         ("forces", np.zeros((3, 3, 3)), r"#/a: forces has shape \(3, 3, 3\), but there are 2 atoms"),
-        ("energy", [0.0, np.inf, 0.0], "frame 1: energy contain NaN or infinity"),
+        ("energy", [0.0, np.inf, 0.0], "frame 1: energy contains NaN or infinity"),
         (
             "energies",
             [0.0, 1.0, 2.0],

@@ -249,9 +249,9 @@ def test_labels_of_a_store_can_be_left_out_but_not_renamed(source, tmp_path):
         for frame, kept in zip(whole, table):
             assert_same_frame(replace(frame, forces=None, weight=1.0), kept)
     assert np.isnan(table.components.force_squares).all()
-    with pytest.raises(ForgefieldError, match=r"data\.labels\.energy=DFT has no meaning for a store"):
+    with pytest.raises(ForgefieldError, match=r"data\.labels\.energy=DFT does not apply to a store"):
         read_table(str(tmp_path / "store"), LabelOptions(energy="DFT"))
-    with pytest.raises(ForgefieldError, match=r"data\.units\.energy=Ha has no meaning for a store"):
+    with pytest.raises(ForgefieldError, match=r"data\.units\.energy=Ha does not apply to a store"):
         read_table(str(tmp_path / "store"), units=UnitOptions(energy="Ha"))
 
 

@@ -87,7 +87,7 @@ def test_stress_in_another_unit(unit):
 def test_energies_beyond_all_electrons_are_in_another_unit(make_frame):
     aspirin = [6] * 9 + [1] * 8 + [8] * 4
     frames = [make_frame(aspirin, energy=-406757.0 - i, forces=None, source="a.npz", index=i) for i in range(12)]
-    assert "12 frames with an energy beyond that of all electrons" in doubts(frames)
+    assert "12 frames with an energy beyond the total energy of all electrons" in doubts(frames)
     assert doubts([replace(frame, energy=frame.energy * 0.0433641) for frame in frames]) == ""
 
 

@@ -359,13 +359,13 @@ def test_missing_labels_are_not_inputs():
         ReadsBatches(), batch, 0
     )
     batch["x"] = missing.clone()
-    assert "the batch itself holds NaN or Inf" in first_bad_module(ReadsBatches(), batch, 0)
+    assert "the batch itself contains NaN or Inf" in first_bad_module(ReadsBatches(), batch, 0)
 
 
 def test_a_batch_that_is_not_finite_is_blamed(tmp_path):
     data = samples()
     data.dataset.tensors[0][3, 1] = math.nan
-    with pytest.raises(ForgefieldError, match="the batch itself holds NaN or Inf, on sample 3 of batch 0"):
+    with pytest.raises(ForgefieldError, match="the batch itself contains NaN or Inf, on sample 3 of batch 0"):
         fit(Net(), ForwardNaNDetection(), folder=tmp_path, data=data)
 
 

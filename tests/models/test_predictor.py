@@ -157,9 +157,7 @@ class Encoder(Featureless):
 
 
 def test_a_model_with_heads_is_not_written_without_them(tmp_path):
-    with pytest.raises(
-        ForgefieldError, match="also predicts charge, gap, tensor, for which files of DeePMD-kit have no"
-    ):
+    with pytest.raises(ForgefieldError, match="also predicts charge, gap, tensor, which DeePMD-kit does not support"):
         write_deepmd(predictor("deeppot"), tmp_path / "model.yaml")
 
 

@@ -31,6 +31,6 @@ def test_draws_and_frames_left_out_are_in_the_summary(tmp_path, capsys):
     data = {"batch": {"atoms": 7, "oversized": "skip"}, "sampling": {"rule": "uniform", "frames": 6}, "workers": 1}
     train_only(tiny_config(tmp_path, data=data, trainer=QUICK))
     said = " ".join(capsys.readouterr().out.split())
-    assert "6 draws an epoch: frames.extxyz 100.0 %" in said
+    assert "6 draws per epoch: frames.extxyz 100.0 %" in said
     assert "frames exceed data.batch (oversized: skip)" in said
     assert "by a thread, up to 2 batches" in said

@@ -218,8 +218,11 @@ def test_inputs_that_cannot_be_one_model_are_refused(key, value, said, trained):
 @pytest.mark.parametrize(
     ("overrides", "said"),
     [
-        (["++model.branches.dry.fitting_net.neuron=[5]"], "fitting networks of branches are alike but for their seeds"),
-        (["++model.branches.dry.share=dry"], "it should name a branch that has a network of its own"),
+        (
+            ["++model.branches.dry.fitting_net.neuron=[5]"],
+            "fitting networks of branches may differ only in their seeds",
+        ),
+        (["++model.branches.dry.share=dry"], "it should name a branch with a separate network"),
         (["task.branches.dry=null"], "'task.branches.dry' is a section with the keys energy"),
         (["~task.branches.dry"], "there is no entry for dry"),
         (["++task.branches.dry.enrgy={}"], "unknown key 'task.branches.dry.enrgy'"),

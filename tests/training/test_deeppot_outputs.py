@@ -236,7 +236,7 @@ def test_a_config_of_ours_trains_tests_predicts_and_calculates(tmp_path, capsys)
         ({"task__dipole__reduce": "mean"}, "task.dipole.reduce does not apply"),
         ({"model__heads": {"dipole": {}}}, "model.heads.dipole"),
         ({"model__out_bias": [1.0, 2.0]}, "model.out_bias does not apply: model.fitting_net.type is dipole"),
-        ({"model__fitting_net__sel_type": [2]}, "it names species by number, from 0 to 1"),
+        ({"model__fitting_net__sel_type": [2]}, "it contains indices of species, from 0 to 1"),
         ({"model__descriptor": {"type": "se_e2_r"}}, "needs directions, but the descriptor has none"),
         ({"data__labels__fields__dipole": {"shape": [1, 3]}}, "the model gives a value of shape [3] for each frame"),
     ],

@@ -392,7 +392,7 @@ def test_a_typo_on_an_existing_run_is_named_as_a_typo(tmp_path):
 
 
 def test_the_model_of_the_docs_trains(tmp_path, monkeypatch):
-    page = (Path(__file__).parents[2] / "docs" / "reference" / "models.md").read_text()
+    page = (Path(__file__).parents[2] / "docs" / "guides" / "own-model.md").read_text()
     (tmp_path / "springs_of_the_docs.py").write_text(page.split("```python\n")[1].split("```")[0])
     monkeypatch.chdir(tmp_path)
     run = train_only({**tiny_config(tmp_path), "model": {"name": "springs_of_the_docs.Springs", "power": 2}})

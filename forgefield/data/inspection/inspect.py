@@ -13,10 +13,9 @@ from dataclasses import dataclass, field
 import numpy as np
 from ase.data import atomic_numbers, chemical_symbols
 
-from forgefield.config.starter import LARGE_FORCES
 from forgefield.data.frame import Frame
 from forgefield.data.inspection.survey import Progress, Survey, row_blocks, survey_table
-from forgefield.data.inspection.suspicions import isolated_atom_warnings, label_warnings, named
+from forgefield.data.inspection.suspicions import LARGE_FORCES, isolated_atom_warnings, label_warnings, named
 from forgefield.data.references import unit_suspicion
 from forgefield.data.species import SpeciesTable
 from forgefield.data.statistics import energy_deviations, robust_energies
@@ -74,7 +73,7 @@ def inspect_table(table: FrameTable, cutoff: float = 5.0, progress: Progress | N
     labels, repeated, relabelled = _label_ranges_and_duplicates(table, _within(progress, 0.5, 1.0))
     remarks = [
         *named(table, survey.too_close, "with atoms closer than half the sum of their covalent radii"),
-        *named(table, repeated, "that are identical to an earlier one"),
+        *named(table, repeated, "identical to an earlier one"),
         *named(table, relabelled, "with the structure of an earlier one but different labels"),
         *_force_outliers(table),
         *_energy_outliers(table),

@@ -64,14 +64,22 @@ class CalculatorModel(RegisteredModel[CalculatorOptions]):
         generator: torch.Generator,
     ) -> None:
         super().__init__(options, species=species, cutoff=cutoff, make=make)
-        calculator = make(**options.options)
+        self.calculator = self._new(make)
+        self._make = make
+        self.numbers = np.array([atomic_numbers[symbol] for symbol in species])
+        self.register_buffer("placeholder", torch.zeros(1))
+
+    def forget_structures(self) -> None:
+        """Replace the calculator by a new one, which has no neighbour lists or results of earlier structures."""
+        self.calculator = self._new(self._make)
+
+    def _new(self, make: Callable[..., object]) -> BaseCalculator:
+        calculator, options = make(**self.options.options), self.options
         if not isinstance(calculator, BaseCalculator):
             raise ForgefieldError(
                 f"model.module: {options.module} returned a {type(calculator).__name__}; it should be an ASE calculator."
             )
-        self.calculator = calculator
-        self.numbers = np.array([atomic_numbers[symbol] for symbol in species])
-        self.register_buffer("placeholder", torch.zeros(1))
+        return calculator
 
     @classmethod
     def check_options(cls, section: Mapping[str, Any], *, make: Callable[..., object] | None = None) -> None:

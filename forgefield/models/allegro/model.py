@@ -21,6 +21,7 @@ from forgefield.kernels.convolution.dispatch import WeightedHarmonics
 from forgefield.models.allegro.options import PRESETS, AllegroOptions, complete_options, preset_options
 from forgefield.models.allegro.tensors import EnvironmentCoupling, harmonic_irreps, layer_irreps
 from forgefield.models.edges import Batch, EdgeContext
+from forgefield.models.interface import LastLayer
 from forgefield.models.terms import PairLengths, SpeciesTerms, adaptive_bessel_basis
 from forgefield.ops.functions import activate, bessel_basis
 from forgefield.ops.graph import (
@@ -151,13 +152,9 @@ class Allegro(SpeciesTerms[AllegroOptions]):
     def _evaluate(
         self, batch: Batch, edges: EdgeContext, *, features: bool, energies: bool
     ) -> tuple[Tensor | None, Tensor | None]:
-        vectors, species = edges.vectors, batch["species"]
-        switch, graph = edges.gradient, edges.graph
-        pairs = self.pair_lengths(vectors, species, graph)
-        embedding = self._embed(pairs, species, graph, switch)
-        harmonics = self.harmonics(vectors / pairs.lengths.unsqueeze(1)).to(embedding.dtype)
-        tensors = WeightedHarmonics(harmonics, graph, switch)
-        x, to_features, *readout = self._last_stage(embedding, tensors, species)
+        species, graph = batch["species"], edges.graph
+        pairs = self.pair_lengths(edges.vectors, species, graph)
+        x, to_features, *readout = self._stages(pairs, edges, species, self.readout.matrix(0))
         atom_features = None
         if features:
             scale = self.feature_scale.to(x.dtype).index_select(0, species).unsqueeze(1)
@@ -165,10 +162,32 @@ class Allegro(SpeciesTerms[AllegroOptions]):
         if not energies:
             return atom_features, None
         edge_energies = self._edge_energies(x, to_features, *readout)
-        atomic = segment_sum(edge_energies.double(), graph.by_destination)
-        # Forces have two equal parts, from an edge and from its reverse; this factor gives them unit variance.
-        atomic = atomic * (self.feature_scale * math.sqrt(0.5)).index_select(0, species)
+        atomic = segment_sum(edge_energies.double(), graph.by_destination) * self._energy_norm(species)
         return atom_features, self.energies(atomic, pairs, species, graph)
+
+    def last_layer(self, batch: Batch, edges: EdgeContext) -> LastLayer:
+        species, graph, linear = batch["species"], edges.graph, len(self.readout.weights) == 1
+        pairs = self.pair_lengths(edges.vectors, species, graph)
+        first = self.readout.matrix(0)
+        # With the identity in place of a single matrix, the readout returns its inputs.
+        reader = torch.eye(first.shape[0], dtype=first.dtype, device=first.device) if linear else first
+        x, to_features, before, rows = self._stages(pairs, edges, species, reader)
+        hidden, _ = self.readout.after_first(_read(before, x, to_features, [rows]))
+        features = segment_sum(hidden.double(), graph.by_destination) * self._energy_norm(species).unsqueeze(1)
+        return self.scaled_last_layer(features, self.readout.matrix(-1).squeeze(1), pairs, species, graph)
+
+    def _energy_norm(self, species: Tensor) -> Tensor:
+        """(n_atoms,) what sums of edge energies are multiplied by. Forces have two equal parts, from an edge and from its
+        reverse; the factor sqrt(1/2) gives them unit variance."""
+        return (self.feature_scale * math.sqrt(0.5)).index_select(0, species)
+
+    def _stages(
+        self, pairs: PairLengths, edges: EdgeContext, species: Tensor, readout: Tensor
+    ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        """`_last_stage` of edges. readout: the matrix that reads the features of all stages first."""
+        embedding = self._embed(pairs, species, edges.graph, edges.gradient)
+        harmonics = self.harmonics(edges.vectors / pairs.lengths.unsqueeze(1)).to(embedding.dtype)
+        return self._last_stage(embedding, WeightedHarmonics(harmonics, edges.graph, edges.gradient), species, readout)
 
     def _embed(self, pairs: PairLengths, species: Tensor, graph: EdgeGraph, switch: GradientSwitch | None) -> Tensor:
         """(n_edges, embedding): length and species of every edge; zero where the interaction ends."""
@@ -205,7 +224,7 @@ class Allegro(SpeciesTerms[AllegroOptions]):
         return placed @ self.splines.reshape(n_kinds * number, width)
 
     def _last_stage(
-        self, embedding: Tensor, tensors: WeightedHarmonics, species: Tensor
+        self, embedding: Tensor, tensors: WeightedHarmonics, species: Tensor, readout: Tensor
     ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         """Of the last stage: x (n_edges, width), the matrix that maps it to scalar features, the product of the readout's first
         matrix with the features of all previous stages, and the rows of that matrix that read the last features.
@@ -214,7 +233,7 @@ class Allegro(SpeciesTerms[AllegroOptions]):
         linear maps, the first ones of the latents from m on and of the readout, whose sums are accumulated stage by stage.
         """
         scale = self.feature_scale.to(embedding.dtype).index_select(0, species).unsqueeze(1)
-        entries = self._entries()
+        entries = self._entries(readout)
         sums: Tensor | None = None
         environments: list[Tensor] = []
         weights: Tensor | None
@@ -240,13 +259,13 @@ class Allegro(SpeciesTerms[AllegroOptions]):
         x, last = self.readout.after_first(_read(before, x, features, [reader]))
         return (x @ last).squeeze(1)
 
-    def _entries(self) -> list[tuple[Tensor, ...]]:
+    def _entries(self, readout: Tensor) -> list[tuple[Tensor, ...]]:
         """First matrix of every latent and of the readout, split by its inputs: features by stage, scalars of the layer."""
         scalars, tensors = self.options.num_scalar_features, self.options.num_tensor_features
         entries = [
             cut(latent.matrix(0), [*[scalars] * (number + 1), tensors], 0) for number, latent in enumerate(self.latents)
         ]
-        return [*entries, cut(self.readout.matrix(0), [scalars] * (len(entries) + 1), 0)]
+        return [*entries, cut(readout, [scalars] * (len(entries) + 1), 0)]
 
     def _columns(self, matrix: Tensor) -> tuple[Tensor, Tensor | None]:
         """Columns of features, and columns of weights of the next environment, if there is one."""

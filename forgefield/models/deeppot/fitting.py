@@ -7,14 +7,15 @@ atoms) are standardised and follow the descriptor in the network's input.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, ClassVar, TypeVar
 
 import torch
 from torch import Tensor, nn
+from torch.nn import functional
 
 from forgefield.errors import ForgefieldError
-from forgefield.models.deeppot.networks import ATOM_BLOCK, Networks, group_rows
+from forgefield.models.deeppot.networks import ATOM_BLOCK, Groups, Networks, group_rows
 from forgefield.models.deeppot.options import EnergyFittingOptions, FittingOptions, check_fitting
 from forgefield.models.deeppot.se_e2 import DTYPES
 from forgefield.models.edges import Batch
@@ -96,21 +97,43 @@ class Fitting(nn.Module):
 
     def forward(self, descriptor: Tensor, batch: Batch) -> Tensor:
         """(n_atoms, dim_out) in the networks' precision. descriptor: (n_atoms, dim_descriptor)."""
-        species, dtype = batch["species"], self.networks.dtype
+        return self._applied(self.networks, descriptor, batch)
+
+    def last_layer(self, descriptor: Tensor, batch: Batch) -> tuple[Tensor, Tensor]:
+        """Features (n_atoms, n_weights) and weights (n_weights,) of the last layer, float64, whose product is the output of
+        networks with one number per atom.
+
+        Weights are those of all networks, each with its bias; features of an atom are zero for the networks of other species.
+        """
+        last, n_networks = self.networks.layers[-1], self.networks.count
+        hidden = self._applied(self.networks.hidden, descriptor, batch).double()
+        ones = self._applied(lambda x, groups: torch.ones_like(x[..., :1]), descriptor, batch).double()
+        own = torch.cat([hidden, ones], 1)
+        chosen = functional.one_hot(self._kinds(batch), n_networks).double()
+        features = (chosen.unsqueeze(2) * own.unsqueeze(1)).flatten(1)
+        return features, torch.cat([last.w.squeeze(2), last.b], 1).double().flatten()
+
+    def _kinds(self, batch: Batch) -> Tensor:
+        """(n_atoms,) the index of each atom's network."""
+        species = batch["species"]
         kinds = torch.zeros_like(species) if self.per_branch == 1 else species
         if self.has_branches:
             kinds = kinds + self.first_network.index_select(0, branch_of_atoms(batch))
-        groups = group_rows(kinds, self.networks.count, ATOM_BLOCK)
+        return kinds
+
+    def _applied(self, function: Callable[[Tensor, Groups], Tensor], descriptor: Tensor, batch: Batch) -> Tensor:
+        """A function of the networks' inputs, minus its value for an isolated atom where the energy of that is fixed."""
+        dtype, groups = self.networks.dtype, group_rows(self._kinds(batch), self.networks.count, ATOM_BLOCK)
         parameters = self.parameters_of_atoms(batch)
         inputs = descriptor.to(dtype)
         if parameters:
             inputs = torch.cat([inputs, *(part.to(dtype) for part in parameters)], 1)
-        outputs = groups.collect(self.networks(groups.spread(inputs), groups))
+        outputs = groups.collect(function(groups.spread(inputs), groups))
         if not self.has_isolated:
             return outputs
         bare = torch.cat([torch.zeros_like(inputs[:, : self.dim_descriptor]), inputs[:, self.dim_descriptor :]], 1)
-        isolated = groups.collect(self.networks(groups.spread(bare), groups))
-        return outputs - isolated * self.isolated.to(dtype).index_select(0, species).unsqueeze(1)
+        isolated = groups.collect(function(groups.spread(bare), groups))
+        return outputs - isolated * self.isolated.to(dtype).index_select(0, batch["species"]).unsqueeze(1)
 
     def parameters_of_atoms(self, batch: Batch) -> list[Tensor]:
         """Standardised parameters of every atom, each (n_atoms, number) float64."""

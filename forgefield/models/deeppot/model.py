@@ -45,7 +45,7 @@ from forgefield.models.deeppot.variants import (
     single,
 )
 from forgefield.models.edges import Batch, EdgeContext
-from forgefield.models.interface import DirectOutput, RegisteredModel
+from forgefield.models.interface import DirectOutput, LastLayer, RegisteredModel
 from forgefield.ops.graph import EdgeGraph, Segments, gather, join
 
 
@@ -271,12 +271,33 @@ class DeepPot(RegisteredModel[DeepPotOptions]):
 
     def _evaluate(self, batch: Batch, edges: EdgeContext, *, energies: bool) -> tuple[Tensor, Tensor | None]:
         """Descriptor and atomic energies."""
-        species, options, graph, lengths = batch["species"], self.options, edges.graph, None
-        kinds, mask = self._pairs(species, graph)
+        kinds, mask = self._pairs(batch["species"], edges.graph)
         descriptor, _ = self.descriptor(batch, edges, mask)
         if not energies:
             return descriptor, None
         atomic = self.fitting(descriptor, batch).squeeze(1).double()
+        return descriptor, self._completed(atomic, batch, edges, kinds, mask)
+
+    def last_layer(self, batch: Batch, edges: EdgeContext) -> LastLayer:
+        if not isinstance(self.fitting, Fitting):
+            return super().last_layer(batch, edges)
+        kinds, mask = self._pairs(batch["species"], edges.graph)
+        features, weights = self.fitting.last_layer(self.descriptor(batch, edges, mask)[0], batch)
+        # All that follows the network is an affine function of its output.
+        offsets = self._completed(torch.zeros_like(features[:, 0]), batch, edges, kinds, mask)
+        if self.table is not None:
+            _, tabulated = self.table(torch.linalg.vector_norm(edges.vectors, dim=1), kinds, edges.graph, mask)
+            features = features * (1 - tabulated).unsqueeze(1)
+        if self.unseen:
+            features = features * self.atom_seen.index_select(0, batch["species"]).unsqueeze(1)
+        return LastLayer(features, weights, offsets)
+
+    def _completed(
+        self, atomic: Tensor, batch: Batch, edges: EdgeContext, kinds: Tensor | None, mask: Tensor | None
+    ) -> Tensor:
+        """Atomic energies (n_atoms,), eV, from the output of the fitting network: with tabulated pair energies, bias and
+        repulsion, without species that have no energy."""
+        species, options, graph, lengths = batch["species"], self.options, edges.graph, None
         if self.table is not None or options.zbl:
             lengths = torch.linalg.vector_norm(edges.vectors, dim=1)
         if self.table is not None:
@@ -291,7 +312,7 @@ class DeepPot(RegisteredModel[DeepPotOptions]):
             atomic = atomic + zbl_energies(lengths, z, graph, self.cutoff, options.zbl)
         if self.unseen:
             atomic = atomic * self.atom_seen.index_select(0, species)
-        return descriptor, atomic
+        return atomic
 
 
 def _complete_branches(

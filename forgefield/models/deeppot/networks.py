@@ -328,7 +328,12 @@ class Networks(nn.Module):
 
     def forward(self, x: Tensor, groups: Groups) -> Tensor:
         """(..., sizes[0]) -> (..., sizes[-1]), in the layout of `groups`."""
-        for layer in self.layers:
+        result: Tensor = self.layers[-1](self.hidden(x, groups), groups)
+        return result
+
+    def hidden(self, x: Tensor, groups: Groups) -> Tensor:
+        """(..., sizes[0]) -> (..., sizes[-2]), the input of the last layer."""
+        for layer in self.layers[:-1]:
             x = layer(x, groups)
         return x
 

@@ -21,6 +21,7 @@ from torch import Tensor, nn
 
 from forgefield.config.option import option
 from forgefield.models.edges import Batch, EdgeContext
+from forgefield.models.interface import LastLayer
 from forgefield.models.options import TermOptions, check_values, complete_terms
 from forgefield.models.terms import PairLengths, SpeciesTerms
 from forgefield.ops.functions import activate, polynomial_cutoff
@@ -98,6 +99,13 @@ class Dense(nn.Module):
             x = x + self.biases[number] if len(self.biases) else x
             if number < len(self.weights) - 1 or self.ends_active:
                 x = activate(self.activation, x)
+        return x
+
+    def hidden(self, x: Tensor) -> Tensor:
+        """The input of the last layer."""
+        for number in range(len(self.weights) - 1):
+            x = product(x, self.weights[number])
+            x = activate(self.activation, x + self.biases[number] if len(self.biases) else x)
         return x
 
 
@@ -207,21 +215,36 @@ class MessagePassing(SpeciesTerms[OptionsT], ABC):
 
     def encode_all(self, batch: Batch, edges: EdgeContext | None = None, *, energies: bool = True) -> Encoded:
         """Features, vectors and energies from one pass."""
-        edges = edges or EdgeContext.of(batch)
-        species, graph = batch["species"], edges.graph
+        species = batch["species"]
+        features, vectors, pairs, graph = self._interacted(batch, edges or EdgeContext.of(batch))
+        atomic, n_atoms = None, species.shape[0]
+        if energies:
+            outputs = self.readout(features).squeeze(1).double()
+            atomic = self.energies(self._without_isolated(outputs, species), pairs, species, graph)
+        return Encoded(features[:n_atoms], None if vectors is None else vectors[:n_atoms], atomic)
+
+    def last_layer(self, batch: Batch, edges: EdgeContext) -> LastLayer:
+        species = batch["species"]
+        features, _, pairs, graph = self._interacted(batch, edges)
+        hidden = self._without_isolated(self.readout.hidden(features), species)  # biases cancel
+        return self.scaled_last_layer(hidden, self.readout.weights[-1].squeeze(1), pairs, species, graph)
+
+    def _interacted(self, batch: Batch, edges: EdgeContext) -> tuple[Tensor, Tensor | None, PairLengths, EdgeGraph]:
+        """Features and vectors of the last layer, of all atoms and then of an isolated atom of each species."""
+        species, graph, n_species = batch["species"], edges.graph, len(self.species)
         if self.inverse_cutoff.numel() > 1:  # an edge and its reverse may end at different lengths
             graph = EdgeGraph(graph.source, graph.destination, graph.n_atoms)
         pairs = self.pair_lengths(edges.vectors, species, graph)
-        n_atoms, n_species = species.shape[0], len(self.species)
         kinds = torch.cat([species, torch.arange(n_species, device=species.device)])
         around = self._surroundings(edges, pairs, kinds, graph)
         features, vectors = self.interact(gather(self.embedding, Segments(kinds, n_species)), around)
-        atomic = None
-        if energies:
-            outputs = self.readout(features).squeeze(1).double()
-            isolated = gather(outputs[n_atoms:], Segments(species, n_species))
-            atomic = self.energies(outputs[:n_atoms] - isolated, pairs, species, graph)
-        return Encoded(features[:n_atoms], None if vectors is None else vectors[:n_atoms], atomic)
+        return features, vectors, pairs, graph
+
+    def _without_isolated(self, outputs: Tensor, species: Tensor) -> Tensor:
+        """Outputs of atoms minus those of an isolated atom of their species, which follow them: (n_rows, ...) ->
+        (n_atoms, ...)."""
+        n_atoms = species.shape[0]
+        return outputs[:n_atoms] - gather(outputs[n_atoms:], Segments(species, len(self.species)))
 
     def _surroundings(self, edges: EdgeContext, pairs: PairLengths, kinds: Tensor, graph: EdgeGraph) -> Surroundings:
         dtype, vectors, switch = self.embedding.dtype, edges.vectors, edges.gradient

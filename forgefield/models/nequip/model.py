@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from forgefield.kernels.convolution.dispatch import EdgeHarmonics
 from forgefield.kernels.convolution.form import key_of_plan
 from forgefield.models.edges import Batch, EdgeContext
-from forgefield.models.interface import Tangents
+from forgefield.models.interface import LastLayer, Tangents
 from forgefield.models.nequip.kernels import (
     by_kernels,
     energies_at_rest,
@@ -62,6 +62,7 @@ class NequIP(SpeciesTerms[NequIPOptions]):
     Options = NequIPOptions
     presets = PRESETS
     ghost_atoms = "exchange"
+    convolves = True
 
     def __init__(
         self,
@@ -148,6 +149,13 @@ class NequIP(SpeciesTerms[NequIPOptions]):
             return features, self.add_repulsion(energies_at_rest(self, features, species), pairs, species, graph)
         atomic = self.readout(features).squeeze(1)
         return features, self.energies(atomic.double(), pairs, species, graph)
+
+    def last_layer(self, batch: Batch, edges: EdgeContext) -> LastLayer:
+        features, _ = self.encode(batch, edges, energies=False)
+        weights = self.readout.weights[-1].squeeze(1).double() * self.readout.scales[-1]
+        species, graph = batch["species"], self._graph(edges)
+        pairs = self.pair_lengths(edges.vectors, species, graph) if self._zbl else None
+        return self.scaled_last_layer(self.readout.hidden(features), weights, pairs, species, graph)
 
     def radial_basis(self, pairs: PairLengths, graph: EdgeGraph) -> Tensor:
         """(n_edges or n_pairs, num_bessels) float64."""

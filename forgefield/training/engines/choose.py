@@ -10,7 +10,7 @@ import shutil
 import time
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 import torch
@@ -49,6 +49,7 @@ class EngineSetup:
     tolerance: largest relative difference from the eager engine.
     external_denominators: whether steps get the denominators of the loss from outside.
     graphs_refusal: why this training cannot be captured; None if it can.
+    c_code: whether the eager engine computes convolutions by compiled C code.
     """
 
     function: Callable[[str], StepFunction]
@@ -60,6 +61,7 @@ class EngineSetup:
     notify: Callable[[str], None]
     external_denominators: bool = False
     graphs_refusal: str | None = None
+    c_code: bool = False
 
 
 @dataclass(frozen=True)
@@ -69,6 +71,8 @@ class Choice:
     name: str
     derivative: str
     captured: str | None = None
+    c_code: bool = False
+    """Whether convolutions are computed by compiled C code, by the eager engine on a CPU."""
 
     @property
     def compiles(self) -> bool:
@@ -77,7 +81,8 @@ class Choice:
     def __str__(self) -> str:
         inner = f" of the {self.captured} step" if self.captured else ""
         form = "generated kernels" if self.derivative == "kernels" else f"{self.derivative} derivative"
-        return f"{self.name}{inner}, {form}"
+        code = ", convolutions in C" if self.c_code else ""
+        return f"{self.name}{inner}, {form}{code}"
 
 
 def build(choice: Choice, setup: EngineSetup, device: torch.device) -> Engine:
@@ -199,7 +204,7 @@ def start(choice: Choice, setup: EngineSetup, batch: Batch) -> Engine:
     engine = build(choice, setup, device)
     reference = Engine(setup.function("double"), world_size=setup.world_size)
     reference.external_denominators = setup.external_denominators
-    if choice == Choice("eager", "double") and not engine.function.sums_by_kernels:
+    if choice == Choice("eager", "double") and not engine.function.sums_by_kernels:  # the reference itself
         return engine
     try:
         compared = require_equal(engine, reference, batch, setup.tolerance)
@@ -251,7 +256,8 @@ def _verb(choice: Choice) -> str:
 def measure_and_choose(setup: EngineSetup, batch: Batch) -> tuple[Choice, Engine]:
     """The fastest engine for batches like this one. The measured times are logged."""
     device = batch["positions"].device
-    eager = Choice("eager", "double" if setup.options.derivative == "auto" else setup.options.derivative)
+    derivative = "double" if setup.options.derivative == "auto" else setup.options.derivative
+    eager = Choice("eager", derivative, c_code=setup.c_code)
     engine = start(eager, setup, batch)
     seconds = _time(engine, batch)
     total = None if setup.steps is None else setup.steps * seconds
@@ -370,8 +376,15 @@ class EngineStarter:
     def _start(
         self, function: Callable[[str], StepFunction], batch: Batch, *, steps: int, graphs_refusal: str | None
     ) -> tuple[Choice, Engine]:
+        c_code = self._uses_c_code(function("double"))
+
+        def with_c_code(derivative: str) -> StepFunction:
+            step = function(derivative)
+            step.c_code = c_code
+            return step
+
         setup = EngineSetup(
-            function=function,
+            function=with_c_code,
             options=self.options,
             world_size=self.ranks.world_size,
             steps=steps if steps > 0 else None,
@@ -382,6 +395,7 @@ class EngineStarter:
             external_denominators=self.ranks.world_size > 1
             or self.options.memory.split
             or self.options.memory.parts > 1,
+            c_code=c_code,
         )
         choice = requested_choice(self.options, can_use_kernels=self._uses_kernels(setup, batch))
         engine: Engine | None = None
@@ -391,8 +405,26 @@ class EngineStarter:
             if self.ranks.is_rank_zero:
                 choice, engine = measure_and_choose(setup, batch)
             choice = self.ranks.broadcast(choice)
-        chosen: Choice = choice
+        chosen: Choice = replace(choice, c_code=c_code and choice.name == "eager")
         return chosen, self._build_by_node(engine, lambda: start(chosen, setup, batch))
+
+    @property
+    def excludes_c_code(self) -> bool:
+        """Whether this run was started without compiled C code, and so is resumed without."""
+        return self.stored_choice is not None and not self.stored_choice.get("c_code", False)
+
+    def _uses_c_code(self, function: StepFunction) -> bool:
+        """Whether convolutions are computed by C code: as in an earlier start of this run, or if all ranks have a compiler."""
+        if not function.may_use_c_code:
+            return False
+        available = all(self.ranks.all_gather(function.convolves_by_c))
+        if self.stored_choice is not None and not available:
+            raise ForgefieldError(
+                "this run was started with convolutions compiled from C, and on at least one rank there is no working C "
+                "compiler now; install one, such as gcc (apt install gcc, conda install gcc), or name it in $CC. To continue "
+                "with PyTorch's operations, which round differently, set training.kernels.edges=false."
+            )
+        return available
 
     def _uses_kernels(self, setup: EngineSetup, batch: Batch) -> bool:
         """Whether kernels are used where the config does not specify it: as in an earlier start of the run."""
@@ -414,6 +446,6 @@ class EngineStarter:
     def check_evaluation(self, engine: Engine, reference: Engine, batch: Batch) -> None:
         """Compare the evaluation of a batch with that of the reference engine."""
         function = engine.function
-        if engine.name != "eager" or function.derivative == "kernels" or function.sums_by_kernels:
+        if engine.name != "eager" or function.derivative == "kernels" or function.uses_edge_kernels:
             with self.compiling():
                 require_equal_evaluation(engine, reference, batch, self.tolerance)

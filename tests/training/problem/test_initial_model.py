@@ -190,10 +190,12 @@ def test_species_that_the_model_does_not_know_are_refused(place, tmp_path):
     ase.io.write(tmp_path / "nickel.extxyz", emt_frames(6, seed=1, symbols=("Cu", "Ni")), format="extxyz")
     data = {"train": str(tmp_path / "nickel.extxyz")}
     with pytest.raises(
-        ForgefieldError, match=r"holds Ni, which the model of run nequip does not know \(it knows Cu, Au\)"
+        ForgefieldError, match=r"contains Ni, which the model of run nequip does not support \(only Cu, Au\)"
     ):
         train_only(extra_outputs(place, tmp_path, "nequip", data=data))
-    with pytest.raises(ForgefieldError, match=r"data.species names Ni, which the model of run nequip does not know"):
+    with pytest.raises(
+        ForgefieldError, match=r"data.species names Ni, which the model of run nequip was not trained for"
+    ):
         train_only(extra_outputs(place, tmp_path, "nequip", data={**data, "species": ["Cu", "Ni"]}))
     assert not (tmp_path / "runs" / "further").exists()
 
@@ -394,7 +396,7 @@ def test_flags_of_the_command_say_the_same(place, tmp_path, monkeypatch, capsys)
     assert main(["train", "my.yaml", "--finetune", first, "--init-model", first]) == 2
     assert "not allowed with" in capsys.readouterr().err
     assert main(["train", "my.yaml", "--finetune", first, "model.shifts=keep"]) == 2
-    assert "--finetune says where the model comes from" in capsys.readouterr().err
+    assert "both set the initial model" in capsys.readouterr().err
 
 
 def test_a_model_section_of_the_config_is_compared_not_ignored(place, tmp_path, monkeypatch, capsys):

@@ -1,0 +1,342 @@
+"""Last-layer prediction rigidity: one pass over the training data, then calibration on the validation frames.
+
+With errors that are normally distributed, the training data determine the weights of the last layer up to a covariance, the
+inverse of
+
+    C = sum over energies (f / n)(f / n)^T / s_E^2 + sum over forces g g^T / s_F^2 + regulariser
+
+where f are the features of a frame (summed over its n atoms), g their derivatives in a coordinate, and s_E, s_F the root mean
+square errors of the model per atom and per force component. The regulariser is the one that makes the errors of the validation
+frames most probable; so are two scales, one for energies and one for forces, which have a closed form.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+
+from forgefield.data.batch import Batch, to_device, with_edges
+from forgefield.data.dataset import GraphDataset
+from forgefield.data.module import FrameData, read_data
+from forgefield.data.sampling.batching import evaluation_budget
+from forgefield.data.sampling.loader import FrameLoader
+from forgefield.errors import ForgefieldError
+from forgefield.inference.evaluate import evaluate_batch, evaluating
+from forgefield.inference.uncertainty import LastLayerUncertainty, write_uncertainty
+from forgefield.models.edges import EdgeContext, edge_vectors
+from forgefield.models.potential import Potential
+from forgefield.models.resolving import branch_names
+from forgefield.parallel.ranks import Ranks, single_process
+from forgefield.runs import PackagedRun, Run
+
+DIRECTIONS_PER_WEIGHT = 30
+"""Random directions in all frames together, for each weight of the last layer."""
+MOST_DIRECTIONS = 10
+"""Random directions in one frame."""
+FORCE_ROWS = 2000
+"""Force components of validation frames that are compared with their uncertainties."""
+REGULARISERS = [10.0**exponent for exponent in range(-14, 1)]
+"""Tried values, relative to the largest eigenvalue of C."""
+
+
+@dataclass
+class Curvature:
+    """Sums over the training data, (n_weights, n_weights) float64.
+
+    energies: of (f / n)(f / n)^T over frames with an energy. forces: of g g^T over force components.
+    n_energies, n_forces: numbers of terms.
+    """
+
+    energies: Tensor
+    forces: Tensor
+    n_energies: int = 0
+    n_forces: int = 0
+
+    @classmethod
+    def zero(cls, features: Tensor) -> Curvature:
+        """No terms yet, for features (..., n_weights)."""
+        n = features.shape[-1]
+        return cls(features.new_zeros(n, n), features.new_zeros(n, n))
+
+    def precision(self, energy_error: float, forces_error: float | None) -> Tensor:
+        """C without the regulariser. Errors: root mean squares, eV per atom and eV/A."""
+        total = self.energies / energy_error**2
+        return total if forces_error is None else total + self.forces / forces_error**2
+
+
+@dataclass
+class Residuals:
+    """Errors of validation frames and what their uncertainties depend on.
+
+    energy_features: (n_frames, n_weights), summed over atoms. energies: (n_frames,), eV. n_atoms: (n_frames,).
+    force_features: (n_components, n_weights), derivatives. forces: (n_components,), eV/A.
+    """
+
+    energy_features: Tensor
+    energies: Tensor
+    n_atoms: Tensor
+    force_features: Tensor
+    forces: Tensor
+
+
+def accumulate(potential: Potential, batches: Iterable[Batch], *, directions: int | None, seed: int = 0) -> Curvature:
+    """The sums over training data.
+
+    directions: random directions along which the features of each frame are differentiated; None: all coordinates, exactly.
+    The expectation of a sum over random directions is the exact sum.
+    """
+    curvature: Curvature | None = None
+    generator = torch.Generator().manual_seed(seed)
+    for batch in batches:
+        features = _features(potential, batch)
+        if curvature is None:
+            curvature = Curvature.zero(features)
+        labelled = batch["energy"].isfinite()
+        rows = features[labelled] / batch["n_atoms"][labelled].unsqueeze(1)
+        curvature.energies += rows.T @ rows
+        curvature.n_energies += len(rows)
+        has_force = batch["forces"].isfinite()
+        curvature.n_forces += int(has_force.sum())
+        weight = 1.0 if directions is None else 1.0 / directions
+        for direction in _directions(batch, directions, generator) if has_force.any() else ():
+            rows = _slopes(potential, batch, direction * has_force)
+            curvature.forces += weight * (rows.T @ rows)
+    if curvature is None:
+        raise ForgefieldError("There are no training frames to compute uncertainties from.")
+    return curvature
+
+
+def residuals(potential: Potential, batches: Iterable[Batch], *, coordinates: int | None, seed: int = 0) -> Residuals:
+    """Errors of labelled frames, and the features that their uncertainties depend on.
+
+    coordinates: how many force components of each frame are drawn at random; None: all.
+    """
+    generator, parts = torch.Generator().manual_seed(seed), []
+    for batch in batches:
+        has_force = batch["forces"].isfinite()
+        outputs, _ = evaluate_batch(potential, batch, forces=bool(has_force.any()), stress=False)
+        features, labelled = _features(potential, batch), batch["energy"].isfinite()
+        error = outputs["energy"] - batch["energy"]
+        rows, errors = [features.new_zeros(0, features.shape[1])], [error.new_zeros(0)]
+        if has_force.any() and not potential.forces_are_direct:
+            for direction in _coordinates(batch, coordinates, generator):
+                present = (direction * has_force).abs().sum(1) > 0
+                slopes = _slopes(potential, batch, direction)
+                rows.append(slopes[batch["frame"][present]])
+                errors.append(((outputs["forces"] - batch["forces"])[present] * direction[present]).sum(1))
+        parts.append(
+            (features[labelled], error[labelled], batch["n_atoms"][labelled], torch.cat(rows), torch.cat(errors))
+        )
+    if not parts:
+        raise ForgefieldError("There are no validation frames to calibrate uncertainties with.")
+    return Residuals(*(torch.cat(values) for values in zip(*parts)))
+
+
+def calibrate(curvature: Curvature, errors: Residuals) -> LastLayerUncertainty:
+    """The distribution of the last weights that makes the errors of the validation frames most probable."""
+    if len(errors.energies) == 0:
+        raise ForgefieldError("No validation frame has an energy to calibrate uncertainties with.")
+    energy_error = _root_mean_square(errors.energies / errors.n_atoms)
+    has_forces = len(errors.forces) > 0
+    forces_error = _root_mean_square(errors.forces) if has_forces else None
+    eigenvalues, vectors = torch.linalg.eigh(curvature.precision(energy_error, forces_error))
+    eigenvalues = eigenvalues.clamp(min=0.0)
+    sets = [(errors.energy_features @ vectors, errors.energies), (errors.force_features @ vectors, errors.forces)]
+    sets = sets[: 1 + has_forces]
+
+    def variances(regulariser: float) -> list[Tensor]:
+        return [(rows.square() / (eigenvalues + regulariser)).sum(1) for rows, _ in sets]
+
+    def surprise(regulariser: float) -> float:
+        parts = zip(variances(regulariser), sets)
+        return sum(_negative_log_likelihood(variance, error) for variance, (_, error) in parts)
+
+    regulariser = min((float(eigenvalues[-1]) * relative for relative in REGULARISERS), key=surprise)
+    scales = [_scale(variance, error) for variance, (_, error) in zip(variances(regulariser), sets)]
+    return LastLayerUncertainty(
+        vectors / (eigenvalues + regulariser).sqrt(),
+        scales[0],
+        scales[1] if has_forces else None,
+        about={
+            "regulariser": regulariser / float(eigenvalues[-1]),
+            "energy_error": energy_error,
+            "forces_error": forces_error,
+            "training_energies": curvature.n_energies,
+            "training_forces": curvature.n_forces,
+            "validation_energies": len(errors.energies),
+            "validation_forces": len(errors.forces),
+        },
+    )
+
+
+def fit_uncertainty(
+    run: Run,
+    *,
+    data: FrameData | None = None,
+    device: str = "cpu",
+    directions: int | None = None,
+    ranks: Ranks | None = None,
+    with_progress: Callable[[FrameLoader, str], Iterable[Batch]] = lambda loader, what: loader,
+) -> LastLayerUncertainty:
+    """Compute the uncertainties of the best weights of a run and store them in its folder; returns them.
+
+    Parameters
+    ----------
+    run
+        The run; its training data must be available.
+    data
+        Its frames, if they have been read already.
+    device
+        Where to compute.
+    directions
+        Directions along which the features of each training frame are differentiated; 0: all coordinates, exactly. Default:
+        random ones, 30 for each weight of the last layer in all frames together, between 1 and 10 in each frame.
+    ranks
+        Processes that share the work; rank 0 writes the file.
+    with_progress
+        Wraps the batches of a pass (`training`, `validation`) to show progress.
+    """
+    ranks = ranks or single_process()
+    _require_suitable(run)
+    data = training_data(run) if data is None else data
+    if data.val is None:
+        raise ForgefieldError(
+            f"Run {run.name} has no validation frames (data.val), with which uncertainties are calibrated; train it with some."
+        )
+    potential = run.load_potential("best", device)
+    with evaluating(potential, device) as place:
+
+        def batches(dataset: GraphDataset, name: str) -> Iterator[Batch]:
+            loader = FrameLoader(dataset, evaluation_budget(data.options), rank=ranks.rank, world_size=ranks.world_size)
+            for batch in with_progress(loader, name):
+                yield with_edges(to_device(batch, place), potential.cutoff)
+
+        n_weights = _features(potential, next(batches(data.train, ""))).shape[1]
+        number = _number_of_directions(directions, n_weights, data.train)
+        part = accumulate(potential, batches(data.train, "training frames"), directions=number, seed=ranks.rank)
+        drawn = _number_of_coordinates(data.val)
+        errors = residuals(potential, batches(data.val, "validation frames"), coordinates=drawn, seed=ranks.rank)
+    curvature = _summed(part, ranks)
+    gathered = ranks.all_gather(errors)
+    joined = Residuals(*(torch.cat(values) for values in zip(*(vars(one).values() for one in gathered))))
+    uncertainty = calibrate(curvature, joined)
+    uncertainty = replace(uncertainty, about={**uncertainty.about, "directions": number})
+    if ranks.is_rank_zero:
+        sums = {"curvature_energies": curvature.energies, "curvature_forces": curvature.forces}
+        write_uncertainty(run, uncertainty, sums)
+    return uncertainty
+
+
+def training_data(run: Run) -> FrameData:
+    """The training and validation frames of a run, as it was trained with; an error where they are not available."""
+    if isinstance(run, PackagedRun) or "train" not in (run.settings.get("data") or {}):
+        raise ForgefieldError(
+            f"Run {run.name} does not name its training data (it is a package or was imported), which is needed for this."
+        )
+    config = run.config
+    try:
+        return read_data(config.data, config.seed, keep_species=bool(run.info["keep_species"]))
+    except ForgefieldError as error:
+        raise ForgefieldError(f"The training data of run {run.name} is not available: {error}") from error
+
+
+def _require_suitable(run: Run) -> None:
+    if run.of_points:
+        raise ForgefieldError(
+            f"Run {run.name} was trained on grid points; uncertainties are those of energies and forces."
+        )
+    if not run.has_energy:
+        raise ForgefieldError(f"Run {run.name} predicts no energy; uncertainties are those of energies and forces.")
+    if branches := branch_names(run.info["model"]):
+        raise ForgefieldError(
+            f"Run {run.name} has several branches ({', '.join(branches)}), for which uncertainties are not available; train "
+            "one model for each."
+        )
+
+
+def _features(potential: Potential, batch: Batch) -> Tensor:
+    """(n_frames, n_weights), summed over atoms."""
+    with torch.no_grad():
+        last = potential.last_layer(batch, EdgeContext(edge_vectors(batch), batch))
+    return _frame_sums(last.features, batch)
+
+
+def _slopes(potential: Potential, batch: Batch, direction: Tensor) -> Tensor:
+    """(n_frames, n_weights): derivatives of the features of frames when atoms move along `direction` (n_atoms, 3)."""
+    with torch.no_grad():
+        return _frame_sums(potential.moved_last_layer(batch, direction)[1], batch)
+
+
+def _frame_sums(values: Tensor, batch: Batch) -> Tensor:
+    return values.new_zeros(batch["n_atoms"].shape[0], values.shape[1]).index_add_(0, batch["frame"], values)
+
+
+def _directions(batch: Batch, number: int | None, generator: torch.Generator) -> Iterator[Tensor]:
+    """Random directions (n_atoms, 3) with components of 1 and -1, or all coordinates, one of each frame at a time."""
+    if number is None:
+        yield from _coordinates(batch, None, generator)
+        return
+    positions = batch["positions"]
+    for _ in range(number):
+        signs = torch.randint(0, 2, positions.shape, generator=generator)
+        yield (2 * signs - 1).to(positions)
+
+
+def _coordinates(batch: Batch, number: int | None, generator: torch.Generator) -> Iterator[Tensor]:
+    """Unit vectors (n_atoms, 3) along one coordinate of each frame: `number` random ones, or all of them in turn."""
+    n_atoms, positions = batch["n_atoms"].cpu(), batch["positions"]
+    first = n_atoms.cumsum(0) - n_atoms
+    for turn in range(3 * int(n_atoms.max()) if number is None else number):
+        chosen = torch.full_like(n_atoms, turn)
+        if number is not None:
+            chosen = (torch.rand(n_atoms.shape, generator=generator, dtype=torch.float64) * 3 * n_atoms).long()
+        flat = torch.zeros(positions.numel(), dtype=positions.dtype)
+        flat[(3 * first + chosen)[chosen < 3 * n_atoms]] = 1.0
+        yield flat.view(positions.shape).to(positions.device)
+
+
+def _number_of_directions(requested: int | None, n_weights: int, train: GraphDataset) -> int | None:
+    """Random directions of each frame; None for all coordinates."""
+    if requested is not None:
+        if requested < 0:
+            raise ForgefieldError(f"directions is {requested}; it should be 0 (all coordinates) or more.")
+        return requested or None
+    number = min(max(1, math.ceil(DIRECTIONS_PER_WEIGHT * n_weights / len(train))), MOST_DIRECTIONS)
+    return None if number >= 3 * int(train.n_atoms.max()) else number
+
+
+def _number_of_coordinates(val: GraphDataset) -> int | None:
+    """Force components of each validation frame to compare; None for all."""
+    if 3 * int(val.n_atoms.sum()) <= FORCE_ROWS:
+        return None
+    return max(1, math.ceil(FORCE_ROWS / len(val)))
+
+
+def _summed(part: Curvature, ranks: Ranks) -> Curvature:
+    """The sum over ranks."""
+    parts = ranks.all_gather(part)
+    return Curvature(*(sum(values[1:], values[0]) for values in zip(*(vars(one).values() for one in parts))))
+
+
+def _root_mean_square(values: Tensor) -> float:
+    """Not zero, which would make C infinite."""
+    return max(float(values.square().mean().sqrt()), 1e-9)
+
+
+def _scale(variance: Tensor, error: Tensor) -> float:
+    """The factor of standard deviations that makes the errors most probable. Predictions that do not depend on the weights,
+    as that of an isolated atom, tell nothing."""
+    determined = variance > 0
+    return float((error[determined].square() / variance[determined]).mean().sqrt()) if determined.any() else 1.0
+
+
+def _negative_log_likelihood(variance: Tensor, error: Tensor) -> float:
+    """Mean over the errors, up to a constant, with the best scale."""
+    determined = variance > 0
+    if not determined.any():
+        return 0.0
+    return math.log(max(_scale(variance, error), 1e-300)) + 0.5 * float(variance[determined].log().mean())
