@@ -8,9 +8,10 @@ import torch
 
 pytest.register_assert_rewrite("tests.support")
 gc.disable()  # until everything has been imported
-# Inductor need not find out what vector instructions there are: without them code is compiled in less time. One test of the
-# compile engine has them.
+# Code without vector instructions is compiled in less time; one test of the compile engine has them. In one thread, since a
+# pool of processes would import PyTorch for a few kernels.
 os.environ.setdefault("TORCHINDUCTOR_VEC_ISA_OK", "0")
+os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "1")
 
 
 def pytest_collection_finish() -> None:
