@@ -92,7 +92,7 @@ def test_export_writes_species_and_cutoff_with_the_program(
     run = Run.open("nequip")
     assert (description["species"].split(), description["cutoff"]) == (list(run.species), run.cutoff)
     assert main(["export", "nequip", "--to", "torchscript", "-o", "model.zip"]) == 2
-    assert "ends in .pt" in capsys.readouterr().err
+    assert "must end in .pt" in capsys.readouterr().err
 
 
 def test_a_model_with_another_graph_is_refused(tmp_path: Path) -> None:
