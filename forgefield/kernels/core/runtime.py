@@ -93,7 +93,7 @@ class Concurrent(Generic[T]):
     """
 
     def __init__(self, stream: str, work: Callable[[], T]) -> None:
-        self._kept: Callable[[], T] | None = work  # keeps everything alive that the work reads
+        self._work: Callable[[], T] | None = work  # keeps everything alive that the work reads
         self._done: torch.cuda.Event | None = None
         if not capturing():
             self._value = work()
@@ -113,7 +113,7 @@ class Concurrent(Generic[T]):
         """The result; the current stream waits for it."""
         if self._done is not None:
             torch.cuda.current_stream().wait_event(self._done)
-        self._kept = None
+        self._work = None
         return self._value
 
 
