@@ -29,6 +29,6 @@ def combined(keys: Tensor, numbers: Tensor) -> Tensor:
     return mixed(torch.bitwise_and(keys + mixed(torch.bitwise_and(numbers + _STEP, _LOW)), _LOW))
 
 
-def kept(keys: Tensor, share: float) -> Tensor:
+def in_subset(keys: Tensor, share: float) -> Tensor:
     """Whether each key belongs to a random subset with this share of all keys."""
     return keys < round(share * RANGE)

@@ -40,11 +40,11 @@ class RowEdges:
 
     @property
     def by_destination(self) -> Segments:
-        return Segments(self.destination, self.n_atoms, rows_are_sorted=True, known=(None, self.pointers))
+        return Segments(self.destination, self.n_atoms, rows_are_sorted=True, precomputed=(None, self.pointers))
 
     @property
     def by_source(self) -> Segments:
-        return Segments(self.source, self.n_atoms, known=(self.order, self.order_pointers))
+        return Segments(self.source, self.n_atoms, precomputed=(self.order, self.order_pointers))
 
 
 def edges_of(n_atoms: int, *lists: Tensor | None) -> EdgeGraph:

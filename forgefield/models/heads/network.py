@@ -18,7 +18,7 @@ from forgefield.errors import ForgefieldError
 from forgefield.models.heads.options import HeadOptions
 from forgefield.ops.functions import activate
 from forgefield.ops.graph import Segments, gather, segment_sum
-from forgefield.ops.keyed import combined, kept
+from forgefield.ops.keyed import combined, in_subset
 from forgefield.ops.linear import unit_normal
 from forgefield.ops.products import product
 
@@ -126,7 +126,7 @@ class HeadNetwork(nn.Module):
         layer_key = combined(batch["frame_key"], torch.full_like(n_atoms, (self.name_key + layer) % (1 << 32)))
         atom_key = combined(layer_key.index_select(0, frame), torch.bitwise_and(atom, (1 << 32) - 1))
         keys = combined(atom_key.unsqueeze(1), torch.arange(y.shape[1], device=y.device))
-        return kept(keys, 1.0 - self.dropout).to(y.dtype) / (1.0 - self.dropout)
+        return in_subset(keys, 1.0 - self.dropout).to(y.dtype) / (1.0 - self.dropout)
 
 
 def frame_values(values: Tensor, batch: Mapping[str, Tensor], reduce: str) -> Tensor:
