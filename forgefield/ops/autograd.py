@@ -35,7 +35,7 @@ if TYPE_CHECKING:
         """`torch.autograd.Function` whose `apply` has a signature."""
 
         @classmethod
-        def apply(cls, *args: Any) -> Any: ...
+        def apply(cls, *args: object) -> Any: ...
 else:
     TypedFunction = Function
 

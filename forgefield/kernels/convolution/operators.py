@@ -26,6 +26,7 @@ from forgefield.kernels.core.fields import Field, Shape
 from forgefield.kernels.core.generation import Launchable, TritonFunction, launcher, operator
 from forgefield.kernels.core.runtime import can_launch
 from forgefield.kernels.edges.segments import sum_in_trace
+from forgefield.ops.autograd import AutogradContext
 from forgefield.ops.graph import EdgeGraph
 
 
@@ -218,31 +219,31 @@ N_LISTS = 7
 """Number of tensors of edges in the arguments of every operator, after the rows and before the key of the form."""
 
 
-def _save_inputs(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
+def _save_inputs(ctx: AutogradContext, inputs: tuple[object, ...], output: object) -> None:
     tensors = [value for value in inputs if isinstance(value, Tensor)]
     ctx.is_tensor = [isinstance(value, Tensor) for value in inputs]
     ctx.others = [value for value in inputs if not isinstance(value, Tensor)]
     ctx.save_for_backward(*tensors)
 
 
-def _saved_inputs(ctx: Any) -> list[Any]:
+def _saved_inputs(ctx: AutogradContext) -> list[Any]:
     tensors, others = iter(ctx.saved_tensors), iter(ctx.others)
     return [next(tensors) if is_tensor else next(others) for is_tensor in ctx.is_tensor]
 
 
-def _first_derivative(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
+def _first_derivative(ctx: AutogradContext, grad: Tensor) -> tuple[Any, ...]:
     of_features = ctx.needs_input_grad[0]
     to_x, to_y, to_w = torch.ops.forgefield.convolve_backward(grad, *_saved_inputs(ctx), of_features)
     return to_x if of_features else None, to_y, to_w, *(None for _ in range(N_LISTS + 1))
 
 
-def _second_derivative(ctx: Any, a_x: Tensor, a_y: Tensor, a_w: Tensor) -> tuple[Any, ...]:
+def _second_derivative(ctx: AutogradContext, a_x: Tensor, a_y: Tensor, a_w: Tensor) -> tuple[Any, ...]:
     arguments = (a_x, a_y, a_w, *_saved_inputs(ctx), ctx.needs_input_grad[2])
     cotangents = torch.ops.forgefield.convolve_double_backward(*arguments)
     return *cotangents, *(None for _ in range(N_LISTS + 2))
 
 
-def _no_third_derivative(ctx: Any, *cotangents: Tensor) -> None:
+def _no_third_derivative(ctx: AutogradContext, *cotangents: Tensor) -> None:
     raise ForgefieldError(
         "the convolution's kernels have no third derivative; compute it inside "
         "forgefield.ops.execution.execution(operators=False)"

@@ -5,7 +5,7 @@ same by reference operations. Edges and shapes are common to both.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, cast
+from typing import cast
 
 import torch
 from torch import Tensor
@@ -158,12 +158,14 @@ def _gradients(
 # ---- shapes
 
 
-def empty_values(features: Tensor, harmonics: Tensor, weights: Tensor, *rest: Any) -> Tensor:
-    return features.new_empty((features.shape[0], plan_of_key(rest[-1]).out_dim))
+def empty_values(features: Tensor, harmonics: Tensor, weights: Tensor, *rest: Tensor | str | None) -> Tensor:
+    key = rest[-1]
+    assert isinstance(key, str)
+    return features.new_empty((features.shape[0], plan_of_key(key).out_dim))
 
 
 def empty_cotangents(
-    grad: Tensor, features: Tensor, harmonics: Tensor, weights: Tensor, *rest: Any
+    grad: Tensor, features: Tensor, harmonics: Tensor, weights: Tensor, *rest: object
 ) -> tuple[Tensor, Tensor, Tensor]:
     of_features = rest[-1]
     to_x = features.new_empty((features.shape[0] if of_features else 0, features.shape[1]))
@@ -178,7 +180,7 @@ def empty_second(
     features: Tensor,
     harmonics: Tensor,
     weights: Tensor,
-    *rest: Any,
+    *rest: object,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     grad, features, harmonics, weights = (t.new_empty(t.shape) for t in (grad, features, harmonics, weights))
     return grad, features, harmonics, weights

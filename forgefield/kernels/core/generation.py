@@ -35,7 +35,7 @@ class Launchable(Protocol):
 class TritonFunction(Launchable, Protocol):
     """A function of Triton, compiled when it is first launched."""
 
-    def warmup(self, *, grid: tuple[Any, ...], **arguments: Any) -> object:
+    def warmup(self, *, grid: tuple[Any, ...], **arguments: object) -> object:
         """Compile it for these arguments without launching it."""
 
 

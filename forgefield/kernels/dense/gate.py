@@ -12,7 +12,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import Any
+from typing import Any, TypeGuard
 
 import torch
 import torch.autograd.forward_ad as forward_ad
@@ -76,7 +76,7 @@ class GateByKernels(Nonlinearity):
         self.blocks = _gate_blocks(gate)
 
     @staticmethod
-    def supports(nonlinearity: object) -> bool:
+    def supports(nonlinearity: object) -> TypeGuard[Gate]:
         return isinstance(nonlinearity, Gate) and set(nonlinearity.acts.values()) <= set(_ACTIVATIONS)
 
     def values(self, a: Field, h: Field) -> None:
@@ -101,21 +101,27 @@ class GateByKernels(Nonlinearity):
             _kernel(self.blocks, name)[grid](**arguments, num_warps=1, num_stages=1)
 
 
+def nonlinearity_on_fields(function: Callable[[list[Tensor]], list[Tensor]]) -> Nonlinearity:
+    """By kernels if they support the function."""
+    return GateByKernels(function) if GateByKernels.supports(function) else Nonlinearity(function)
+
+
+_Columns = tuple[int, int, int, int]
+"""Offset of a block, its length for one atom, first column, width of its rows."""
+
+
 @dataclass(frozen=True)
 class _GateBlock:
-    """One block of the output.
-
-    source, gates, result: (offset of the block, its length for one atom, first column, width of its rows) of the input, of the
-    gates (None for scalars) and of the output.
-    """
+    """One block of the output. source, gates, result: columns of the input, of the gates (None for scalars) and of the
+    output."""
 
     channels: int
     components: int
     activation: str
     scale: float
-    source: tuple[int, int, int, int]
-    gates: tuple[int, int, int, int] | None
-    result: tuple[int, int, int, int]
+    source: _Columns
+    gates: _Columns | None
+    result: _Columns
 
     @property
     def tile(self) -> int:
@@ -206,15 +212,15 @@ def write_gate(blocks: tuple[_GateBlock, ...], name: str) -> str:
 def _lines(block: _GateBlock, name: str, first: int) -> list[str]:
     lines = [f"c = (chunk - {first}) * {block.tile} + tl.arange(0, {block.tile})", f"inside = c < {block.channels}"]
 
-    def address(buffer: str, place: int, where: tuple[int, int, int, int], k: int) -> str:
-        start, length, column, width = where
-        return f"{buffer} + n_atoms * {2 * start + place * length} + atom * {length} + {column + k * width} + c"
+    def address(field: str, slot: int, columns: _Columns, k: int) -> str:
+        start, length, column, width = columns
+        return f"{field} + n_atoms * {2 * start + slot * length} + atom * {length} + {column + k * width} + c"
 
-    def load(target: str, *where: Any) -> None:
-        lines.append(f"{target} = tl.load({address(*where)}, mask=inside, other=0.0)")
+    def load(target: str, field: str, slot: int, columns: _Columns, k: int) -> None:
+        lines.append(f"{target} = tl.load({address(field, slot, columns, k)}, mask=inside, other=0.0)")
 
-    def store(value: str, *where: Any) -> None:
-        lines.append(f"tl.store({address(*where)}, {value}, mask=inside)")
+    def store(value: str, field: str, slot: int, columns: _Columns, k: int) -> None:
+        lines.append(f"tl.store({address(field, slot, columns, k)}, {value}, mask=inside)")
 
     moves, gates, source, result = name in ("tangents", "back"), block.gates, block.source, block.result
     load("s", "a", VALUE, gates or source, 0)

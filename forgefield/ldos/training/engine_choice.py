@@ -224,7 +224,7 @@ class EngineBuilder:
         return pack_rows(inputs, targets) if packed else (inputs, targets)
 
 
-def schedule_capture_obstacle(scheduler: Any) -> str | None:
+def schedule_capture_obstacle(scheduler: object) -> str | None:
     """Reason why steps cannot be captured with a scheduler, or None: captured steps follow learning rates and nothing else."""
     schedulers = getattr(scheduler, "_schedulers", [scheduler])
     if any(getattr(member, "cycle_momentum", False) for member in schedulers):

@@ -5,7 +5,7 @@ The layout follows from the shapes of the layers, and is computed once for model
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 from functools import cache
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -18,6 +18,7 @@ from forgefield.kernels.convolution.form import Form, form_of
 from forgefield.kernels.core.fields import Shape
 from forgefield.kernels.dense.matrices import Matrices, Matrix
 from forgefield.kernels.dense.products import Gradient, Gradients, Product, Products
+from forgefield.ops.convolution_plan import Block
 
 if TYPE_CHECKING:
     from forgefield.models.nequip.model import Interaction, NequIP
@@ -250,11 +251,11 @@ def layout(model: NequIP) -> Layout:
 
 def _layer_shape(layer: Interaction, form: Form) -> LayerShape:
     pairs = tuple(layer.self_pairs) if layer.self_connection is not None else ()
-    before, after = (_shape(blocks) for blocks in (layer.nonlinearity.in_blocks, layer.out_blocks))
+    before, after = _shape(layer.nonlinearity.in_blocks), _shape(layer.out_blocks)
     return LayerShape(form.features, form.outputs, before, after, pairs, layer.resnet)
 
 
-def _shape(blocks: Any) -> Shape:
+def _shape(blocks: Iterable[Block]) -> Shape:
     return Shape(tuple((2 * block.l + 1, block.mul) for block in blocks))
 
 

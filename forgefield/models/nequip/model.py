@@ -278,7 +278,7 @@ class Interaction(nn.Module):
         scalars = [block for block in hidden if block.l == 0 and (0, block.p) in reachable]
         gated = [block for block in hidden if block.l > 0 and (block.l, block.p) in reachable]
         if options.nonlinearity == "gate":
-            self.nonlinearity: nn.Module = Gate(
+            self.nonlinearity: Gate | NormActivation = Gate(
                 scalars,
                 gated,
                 even=options.nonlinearity_scalars,

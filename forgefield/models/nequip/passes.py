@@ -18,7 +18,7 @@ from forgefield.kernels.convolution.form import Form
 from forgefield.kernels.convolution.passes import Convolution, Motion, Planned, Radial, Rows, Take, compile_together
 from forgefield.kernels.core.fields import TANGENT, VALUE, Field, new_field
 from forgefield.kernels.core.runtime import Concurrent
-from forgefield.kernels.dense.gate import GateByKernels, Nonlinearity
+from forgefield.kernels.dense.gate import nonlinearity_on_fields
 from forgefield.kernels.dense.products import AtomsBySpecies, Products, sort_by_species
 from forgefield.models.nequip.fields import FIELDS, Layout, all_matrices, forms, layout
 from forgefield.ops.graph import EdgeGraph
@@ -88,8 +88,7 @@ class Layer:
     def __init__(self, source: Interaction, number: int, form: Form, atoms: Atoms) -> None:
         self.atoms, self.first, self.resnet, self.form = atoms, number == 0, source.resnet, form
         self.products = atoms.layout.layers[number]
-        has_kernel = GateByKernels.supports(source.nonlinearity)
-        self.nonlinearity = (GateByKernels if has_kernel else Nonlinearity)(source.nonlinearity)  # type: ignore[arg-type]
+        self.nonlinearity = nonlinearity_on_fields(source.nonlinearity)
         self.x, self.z, self.a, self.h = (atoms.field(number, name) for name in FIELDS)
         self.to_x, self.to_z, self.to_a, self.to_h = (atoms.field(number, f"to_{name}") for name in FIELDS)
         self.convolution: Convolution | None = None
