@@ -191,7 +191,7 @@ def test_atoms_by_species(n_species, n_atoms):
     kinds = sort_by_species(species, n_species)
     expected, order = torch.sort(species, stable=True)
     assert torch.equal(kinds.order.long(), order)
-    assert torch.equal(kinds.kinds.long(), expected)
+    assert torch.equal(kinds.species.long(), expected)
     edges = torch.arange(n_species + 1, device=DEVICE)
     assert torch.equal(kinds.pointers.long(), torch.searchsorted(expected, edges))
 
