@@ -39,7 +39,7 @@ from forgefield.training.run.folder import config_of_run
 from forgefield.training.run.journal import Journal
 from forgefield.training.trainer import processes_wanted
 from forgefield.trust.selection import Selection, select_frames
-from forgefield.trust.uncertainty import fit_uncertainty
+from forgefield.trust.uncertainty import fit_after_training, fit_uncertainty
 
 if TYPE_CHECKING:
     from forgefield.trust.relaxation import Relaxation
@@ -140,7 +140,7 @@ def train_with_outcome(
     try:
         fitted = fit(config, fresh=fresh, journal=journal, ranks=ranks, trust_code=trust_code)
         if ranks.broadcast(fitted.outcome == "finished" or is_unmeasured(fitted)):
-            return evaluate_training(fitted, config, journal, ranks)
+            return evaluate_training(fitted, config, journal, ranks, prepare=fit_after_training)
         return fitted
     finally:
         journal.close()
@@ -233,6 +233,7 @@ def test(
     labels_required: bool = False,
     head: str | None = None,
     trust_code: bool = False,
+    uncertainty: str | None = None,
 ) -> dict[str, Any]:
     """Errors of a run's model on labelled frames, in meV/atom, meV/A and GPa. They are stored in the run with a parity plot.
 
@@ -249,10 +250,14 @@ def test(
         As in `load`.
     labels_required
         Whether every label that `options` names must be in the data.
+    uncertainty
+        `energy` or `forces`, whose uncertainties are compared with the errors. Default: of energies, if the run has any.
     """
     ranks = current_ranks()
     with abort_all_on_error(ranks):
         run = Run.open(run, trust_code=trust_code)
+        if uncertainty is not None and run.of_points:
+            raise ForgefieldError(f"Run {run.name} was trained on grid points; it has no uncertainties of energies.")
         run.require_head(head)
         if ranks.is_rank_zero:
             run.writable()
@@ -273,6 +278,7 @@ def test(
                 labels_required=labels_required,
                 head=head,
                 ranks=ranks,
+                **({} if uncertainty is None else {"uncertainty": uncertainty}),
             )
         if ranks.is_rank_zero:
             write_report(run.path)
