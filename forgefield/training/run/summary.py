@@ -212,7 +212,7 @@ def calibration_table(by_split: dict[str, dict[str, float]]) -> Table:
     table = Table(box=SIMPLE_HEAD, pad_edge=False, header_style="dim")
     for heading in ("uncertainty", "data"):
         table.add_column(heading, no_wrap=True)
-    for heading in ("negative\nlog-likelihood", "miscalibration\narea", "errors within one\ndeviation (68 %)"):
+    for heading in ("neg. log-\nlikelihood", "miscalibr.\narea", "within one\ndeviation"):
         table.add_column(heading, justify="right", no_wrap=True)
     names = [key.removesuffix("_nll") for errors in by_split.values() for key in errors if key.endswith("_nll")]
     for name in dict.fromkeys(names):
