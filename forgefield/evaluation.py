@@ -360,8 +360,8 @@ def _is_free(run: Run, name: str, identity: str, data: object) -> bool:
     except (OSError, ValueError):
         return True  # damaged, so nothing is lost
     if "identity" not in stored:  # written by an earlier version
-        return stored.get("source") == _short(str(data))
-    return stored["identity"] == identity
+        return bool(stored.get("source") == _short(str(data)))
+    return bool(stored["identity"] == identity)
 
 
 def _identity(data: object, which: str, head: str | None) -> str:
