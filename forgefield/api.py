@@ -43,7 +43,7 @@ from forgefield.settings import Config
 from forgefield.training.fit import TrainingResult, fit
 from forgefield.training.run.folder import config_of_run
 from forgefield.training.run.journal import Journal
-from forgefield.training.trainer import processes_wanted
+from forgefield.training.trainer import requested_processes
 from forgefield.trust.selection import Selection, select_frames
 from forgefield.trust.uncertainty import fit_uncertainty
 
@@ -147,7 +147,7 @@ def train_with_outcome(
         Ranks that write to `log`: `master`, `collect` or `workers`.
     """
     ranks = current_ranks()
-    n = processes_wanted(config) if ranks.launch.launcher == "none" else 1
+    n = requested_processes(config) if ranks.launch.launcher == "none" else 1
     if n > 1:
         return _train_in_processes(config, n, fresh=fresh, log=log, log_mode=log_mode, trust_code=trust_code)
     journal = Journal(ranks=ranks, file=log, mode=log_mode)
