@@ -15,6 +15,7 @@ from dataclasses import replace
 from datetime import datetime
 from itertools import chain, count
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
@@ -366,6 +367,22 @@ def _origins(dataset: GraphDataset) -> dict[str, np.ndarray]:
     }
 
 
+def require_test_data(
+    run: Run, configured: float | str | list[Any] | dict[str, Any] | None
+) -> str | list[Any] | dict[str, Any]:
+    """`configured`, the `data.test` of a run or of a command line; raises if it does not name data."""
+    advice = f"name {'snapshots with --data SNAPSHOTS' if run.of_points else 'files with --data FILE'}."
+    if configured is None or configured == []:
+        raise ForgefieldError(f"Run {run.name} has no data.test; {advice}")
+    if isinstance(configured, (int, float)):
+        samples = "points" if run.of_points else "frames"
+        raise ForgefieldError(
+            f"data.test={configured} of run {run.name} holds back {samples} of data.train, which were evaluated at the end of "
+            f"the training (test.json); for other data, {advice}"
+        )
+    return configured
+
+
 def name_of_test(run: Run, data: object, *, which: str, head: str | None = None, title: str = "") -> str:
     """Name under which results on `data` are stored.
 
@@ -400,8 +417,8 @@ def _is_free(run: Run, name: str, identity: str, data: object) -> bool:
     except (OSError, ValueError):
         return True  # damaged, so nothing is lost
     if "identity" not in stored:  # written by an earlier version
-        return stored.get("source") == _short(str(data))
-    return stored["identity"] == identity
+        return bool(stored.get("source") == _short(str(data)))
+    return bool(stored["identity"] == identity)
 
 
 def _identity(data: object, which: str, head: str | None) -> str:
