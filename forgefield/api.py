@@ -13,21 +13,27 @@ from typing import TYPE_CHECKING, Any
 from ase import Atoms
 
 from forgefield.config.components import environment_of_children
+from forgefield.config.deepmd import convert_input
 from forgefield.config.loading import load_config, require_training_data
 from forgefield.config.sources import read_yaml
 from forgefield.config.template import commented_yaml
+from forgefield.data.conversion import convert_data, sample_data
+from forgefield.data.inspection.show import inspect_data
 from forgefield.data.options import DataOptions
 from forgefield.data.paths import is_named
+from forgefield.data.starter import propose_config
 from forgefield.errors import ForgefieldError
 from forgefield.evaluation import evaluate_training, is_unmeasured, name_of_test
 from forgefield.inference.ase import Calculator
 from forgefield.inference.ensemble import Ensemble
 from forgefield.inference.predict import predict_file
 from forgefield.inference.uncertainty import uncertainty_path, with_uncertainty
-from forgefield.ldos.inference.files import ElectronOptions, predict_run
+from forgefield.ldos.inference.files import predict_run
 from forgefield.ldos.model import LDOSNetwork
+from forgefield.ldos.options import ElectronOptions
 from forgefield.models.importing import ImportedModel, ImportRequest
 from forgefield.models.potential import Potential
+from forgefield.models.registry import exporter
 from forgefield.parallel.launch import detect_launch
 from forgefield.parallel.session import abort_all_on_error, current_ranks
 from forgefield.parallel.spawn import run_ranks
@@ -37,9 +43,9 @@ from forgefield.settings import Config
 from forgefield.training.fit import TrainingResult, fit
 from forgefield.training.run.folder import config_of_run
 from forgefield.training.run.journal import Journal
-from forgefield.training.trainer import processes_wanted
+from forgefield.training.trainer import requested_processes
 from forgefield.trust.selection import Selection, select_frames
-from forgefield.trust.uncertainty import fit_uncertainty
+from forgefield.trust.uncertainty import fit_after_training, fit_uncertainty
 
 if TYPE_CHECKING:
     from forgefield.trust.evaluate import EvaluationReport
@@ -59,17 +65,23 @@ __all__ = [
     "ElectronOptions",
     "Ensemble",
     "Run",
+    "convert_data",
+    "convert_input",
     "evaluate",
+    "export",
     "import_mala",
     "import_model",
+    "inspect_data",
     "learn",
     "load",
     "load_run",
     "md",
     "predict",
+    "propose_config",
     "relax",
     "report",
     "run_exists",
+    "sample_data",
     "select",
     "test",
     "train",
@@ -137,14 +149,14 @@ def train_with_outcome(
         Ranks that write to `log`: `master`, `collect` or `workers`.
     """
     ranks = current_ranks()
-    n = processes_wanted(config) if ranks.launch.launcher == "none" else 1
+    n = requested_processes(config) if ranks.launch.launcher == "none" else 1
     if n > 1:
         return _train_in_processes(config, n, fresh=fresh, log=log, log_mode=log_mode, trust_code=trust_code)
     journal = Journal(ranks=ranks, file=log, mode=log_mode)
     try:
         fitted = fit(config, fresh=fresh, journal=journal, ranks=ranks, trust_code=trust_code)
         if ranks.broadcast(fitted.outcome == "finished" or is_unmeasured(fitted)):
-            return evaluate_training(fitted, config, journal, ranks)
+            return evaluate_training(fitted, config, journal, ranks, prepare=fit_after_training)
         return fitted
     finally:
         journal.close()
@@ -237,6 +249,7 @@ def test(
     labels_required: bool = False,
     head: str | None = None,
     trust_code: bool = False,
+    uncertainty: str | None = None,
 ) -> dict[str, Any]:
     """Errors of a run's model on labelled frames, in meV/atom, meV/A and GPa. They are stored in the run with a parity plot.
 
@@ -253,10 +266,14 @@ def test(
         As in `load`.
     labels_required
         Whether every label that `options` names must be in the data.
+    uncertainty
+        `energy` or `forces`, whose uncertainties are compared with the errors. Default: of energies, if the run has any.
     """
     ranks = current_ranks()
     with abort_all_on_error(ranks):
         run = Run.open(run, trust_code=trust_code)
+        if uncertainty is not None and run.of_points:
+            raise ForgefieldError(f"Run {run.name} was trained on grid points; it has no uncertainties of energies.")
         run.require_head(head)
         if ranks.is_rank_zero:
             run.writable()
@@ -277,6 +294,7 @@ def test(
                 labels_required=labels_required,
                 head=head,
                 ranks=ranks,
+                **({} if uncertainty is None else {"uncertainty": uncertainty}),
             )
         if ranks.is_rank_zero:
             write_report(run.path)
@@ -527,6 +545,60 @@ def import_model(
 def import_mala(file: str | os.PathLike[str], *, name: str | None = None, out: str | os.PathLike[str] = "runs") -> Run:
     """Import the model of an archive written by MALA's `save_run` as a run. name, out: as in `import_model`."""
     return import_model("mala", ImportRequest(str(file)), name=name, out=out)[0]
+
+
+def export(
+    run: RunSource,
+    out: str | os.PathLike[str],
+    *,
+    to: str | None = None,
+    which: str = "best",
+    head: str | None = None,
+    device: str = "cpu",
+    licence: str | None = None,
+    sel: Sequence[int] | None = None,
+    overwrite: bool = False,
+    trust_code: bool = False,
+) -> Path:
+    """Write the model of a run to a file and return its path.
+
+    Parameters
+    ----------
+    run
+        Name or path of a run.
+    out
+        File to write.
+    to
+        Program that will read it: one of `models.registry.export_formats`, or `mliap` (LAMMPS); default: a package (.ff), which
+        can be used in place of the run.
+    which, head, trust_code
+        As in `load`.
+    device
+        Device on which the exported model will run, for `aoti` and `torchscript`.
+    licence
+        Licence of the model, stored in the package.
+    sel
+        For `deepmd`: maximum number of neighbours of each species, if the model was trained without it.
+    overwrite
+        Replace the file `out` if it exists.
+    """
+    if Path(out).exists() and not overwrite:
+        raise ForgefieldError(f"{out} exists already; --force overwrites it, -o FILE names another.")
+    if to is not None and licence is not None:
+        raise ForgefieldError(f"--licence is stored in packages only; files of {to} have no field for it.")
+    if to in (None, "mliap") and sel is not None:
+        raise ForgefieldError("--sel is an option of --to deepmd.")
+    run = Run.open(run, trust_code=trust_code)
+    run.require_head(head)
+    if to is None:
+        from forgefield.inference.packages import write_package
+
+        return write_package(run, out, which=which, head=head, licence=licence)
+    if to == "mliap":
+        from forgefield.inference.lammps.mliap import write_mliap
+
+        return write_mliap(run, out, which=which, head=head)
+    return exporter(to)(run.load_potential(which, device, head=head), out, sel=sel)
 
 
 def md(

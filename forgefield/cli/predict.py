@@ -7,8 +7,17 @@ from __future__ import annotations
 
 import argparse
 
-from forgefield.cli.arguments import READING, add_overrides, add_run_arguments, device_name, refuse_files
+from forgefield.cli.arguments import (
+    READING,
+    add_option,
+    add_overrides,
+    add_run_arguments,
+    device_name,
+    refuse_files,
+    selected,
+)
 from forgefield.cli.importing import for_good
+from forgefield.ldos.options import ElectronOptions
 
 TAKES = (*READING, "data.batch.frames")
 EXAMPLES = """\
@@ -48,25 +57,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--model-devi", metavar="FILE", help="write the deviations of an ensemble in DeePMD-kit's format"
     )
     group = parser.add_argument_group("LDOS runs")
-    group.add_argument("--temperature", type=float, metavar="K", help="temperature of the electrons")
-    group.add_argument(
-        "--grid",
-        type=int,
-        nargs=3,
-        metavar=("NX", "NY", "NZ"),
-        help="points along each cell vector (default: as in training)",
-    )
-    group.add_argument("--spacing", type=float, metavar="A", help="distance between grid points, instead of --grid")
-    group.add_argument(
-        "--pseudopotentials", metavar="FOLDER", help="UPF files, for the free energy (default: the run's)"
-    )
-    group.add_argument(
-        "--electrons",
-        type=float,
-        metavar="N",
-        help="electrons in the cell (default: from the pseudopotentials)",
-    )
-    group.add_argument("--ldos", action="store_true", help="also write the LDOS")
+    for name in ("temperature", "spacing", "electrons", "ldos"):
+        add_option(group, f"--{name}", ElectronOptions, name)
+    add_option(group, "--grid", ElectronOptions, "grid", read=int, nargs=3, metavar=("NX", "NY", "NZ"))
+    add_option(group, "--pseudopotentials", ElectronOptions, "pseudopotentials", metavar="FOLDER")
     add_overrides(parser, TAKES)
 
 
@@ -90,13 +84,8 @@ def run(args: argparse.Namespace) -> int:
         device=device,
         labels_required=any(key.startswith("data.labels") for key in override_keys(overrides)),
         batch=None if options is None or "data.batch.frames" not in override_keys(overrides) else options.batch.frames,
-        electrons=api.ElectronOptions(
-            temperature=args.temperature,
-            grid=args.grid,
-            spacing=args.spacing,
-            pseudopotentials=args.pseudopotentials,
-            electrons=args.electrons,
-            ldos=args.ldos,
+        electrons=ElectronOptions(
+            **selected(args, "temperature", "grid", "spacing", "pseudopotentials", "electrons", "ldos")
         ),
         overwrite=args.force,
         notify=print,

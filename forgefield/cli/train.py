@@ -9,12 +9,15 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from forgefield.cli.arguments import CONFIG_SUFFIXES, HelpOptions, add_trust, split_config
+from forgefield.cli.arguments import CONFIG_SUFFIXES, HelpOptions, add_option, add_trust, split_config
 from forgefield.cli.importing import for_good
 from forgefield.errors import ForgefieldError
+from forgefield.parallel.launch import detect_launch
+from forgefield.settings import Config
 
 if TYPE_CHECKING:
     from forgefield.parallel.ranks import Ranks
@@ -44,7 +47,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "-cp", "--config-path", metavar="DIR", help="folder of the config (default: the current folder)"
     )
-    parser.add_argument("--name", help="name of the run (default: that of the config)")
+    add_option(parser, "--name", Config, "name")
     parser.add_argument("--fresh", action="store_true", help="start over; an existing run of that name is renamed")
     initial = parser.add_mutually_exclusive_group()
     initial.add_argument(
@@ -75,14 +78,16 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
+    if detect_launch(os.environ).world_size == 1:
+        _require_config_file(args)
     from forgefield.parallel.session import run_on_all_ranks
 
     return run_on_all_ranks(lambda ranks: _run(args, ranks))
 
 
 def _run(args: argparse.Namespace, ranks: Ranks) -> int:
-    folder = _take_run(args)
-    config, overrides = config_and_overrides(args)
+    folder, words = _split_run(args.words)
+    config, overrides = config_and_overrides(args, words)
     with for_good():
         from forgefield import api
     from forgefield.config.components import look_where_the_parent_did
@@ -111,23 +116,32 @@ def _run(args: argparse.Namespace, ranks: Ranks) -> int:
     ).exit_code
 
 
-def _take_run(args: argparse.Namespace) -> Path | None:
-    """Remove the run folder from the words of the command line and give it; None where there is none."""
-    for word in args.words:
+def _split_run(words: list[str]) -> tuple[Path | None, list[str]]:
+    """The run folder among `words`, if any, and all other words."""
+    for word in words:
         if word.endswith(".ff") and Path(word).is_file():
             raise ForgefieldError(
                 f"{word} is a packaged model, which has no training to resume; "
                 f"to train it further: forgefield train CONFIG --finetune {word}"
             )
-    runs = [word for word in args.words if (Path(word) / "run.json").is_file()]
+    runs = [word for word in words if (Path(word) / "run.json").is_file()]
     if len(runs) > 1:
         raise ForgefieldError(f"one run at a time, not {' and '.join(runs)}.")
-    args.words = [word for word in args.words if word not in runs]
-    return Path(runs[0]) if runs else None
+    return (Path(runs[0]) if runs else None), [word for word in words if word not in runs]
+
+
+def _require_config_file(args: argparse.Namespace) -> None:
+    """Refuse a config file that cannot be read before PyTorch is imported, which takes seconds."""
+    from forgefield.config.sources import read_text
+
+    run, words = _split_run(args.words)
+    config, _ = config_and_overrides(args, words)
+    if config is not None and run is None:
+        read_text(config)
 
 
 def _print_notes(config: Path) -> None:
-    """What became of keys of a DeePMD-kit input that have no setting of their own."""
+    """Print how keys of a DeePMD-kit input that do not correspond to a setting are treated."""
     from forgefield.config.deepmd import is_deepmd_input, read_input, translation
 
     content = read_input(config)
@@ -136,17 +150,17 @@ def _print_notes(config: Path) -> None:
             print(f"{config}: {key}: {text}", flush=True)
 
 
-def config_and_overrides(args: argparse.Namespace) -> tuple[Path | None, list[str]]:
-    """The config file that the arguments name, and all overrides."""
-    word, overrides = split_config(args.words)
+def config_and_overrides(args: argparse.Namespace, words: list[str]) -> tuple[Path | None, list[str]]:
+    """The config file that the arguments name, and all overrides. words: those of the arguments that do not name a run."""
+    word, overrides = split_config(words)
     if args.name is not None:
         overrides.append(f"name={json.dumps(args.name)}")
     overrides += _initial_model(args, overrides)
     name, folder = args.config_name, args.config_path
     if word is not None and name is not None:
-        raise ForgefieldError(f"the config is given twice: {word} and -cn {name}.")
+        raise ForgefieldError(f"two configs are named: {word} and -cn {name}.")
     if folder is not None and name is None:
-        raise ForgefieldError("-cp names a folder; say which config in it with -cn NAME.")
+        raise ForgefieldError("-cp names a folder; name the config in it with -cn NAME.")
     if name is None:
         return (None if word is None else Path(word)), overrides
     return Path(folder or "") / (name if name.endswith(CONFIG_SUFFIXES) else f"{name}.yaml"), overrides
@@ -159,7 +173,5 @@ def _initial_model(args: argparse.Namespace, overrides: list[str]) -> list[str]:
         return []
     for text in overrides:
         if text.lstrip("+~").partition("=")[0] in ("model", "model.from", "model.shifts"):
-            raise ForgefieldError(
-                f"{flag} says where the model comes from, and so does '{text}'; leave one of them out."
-            )
+            raise ForgefieldError(f"{flag} and '{text}' both set the initial model; leave one of them out.")
     return [f"model.from={json.dumps(run)}", *(["model.shifts=fit"] if flag == "--finetune" else [])]

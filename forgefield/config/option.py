@@ -70,7 +70,7 @@ class Limits:
 
 
 def option(
-    default: Any,
+    default: object,
     *,
     at_least: float | None = None,
     above: float | None = None,
@@ -105,6 +105,11 @@ def limits_of(field: dataclasses.Field[Any]) -> Limits:
     """What is declared about a field; nothing for a plain one."""
     limits = field.metadata.get(_KEY)
     return limits if isinstance(limits, Limits) else Limits()
+
+
+def declared_limits(cls: type, name: str) -> Limits:
+    """What is declared about the field `name` of a dataclass."""
+    return next(limits_of(field) for field in dataclasses.fields(cls) if field.name == name)
 
 
 @functools.cache

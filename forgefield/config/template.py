@@ -10,12 +10,15 @@ import dataclasses
 import textwrap
 import typing
 from collections.abc import Iterator, Mapping
+from pathlib import Path
 from typing import Any
 
 import yaml
 
 from forgefield.config.option import allowed_values, class_doc, field_docs, limits_of
+from forgefield.config.sources import YAML_SUFFIXES
 from forgefield.config.typed import field_types, section_class
+from forgefield.errors import ForgefieldError
 from forgefield.ldos.options import FRAMES_ONLY, PointTaskOptions
 from forgefield.settings import Config, as_dict, has_points
 from forgefield.tasks.options import BRANCHES, DENOISE, TARGETS, FieldTargetOptions, TaskOptions
@@ -50,7 +53,7 @@ def yaml_with_comments(values: Mapping[str, Any], *, header: str = "", notes: Ma
     return "\n".join(lines).rstrip("\n") + "\n"
 
 
-def flow(value: Any) -> str:
+def flow(value: object) -> str:
     """A value on one line of YAML, read back by OmegaConf as the same value."""
     text: str = yaml.dump(
         value, Dumper=_Dumper, default_flow_style=True, width=float("inf"), allow_unicode=True, sort_keys=False
@@ -64,7 +67,26 @@ def plain_yaml(values: Mapping[str, Any]) -> str:
     return text
 
 
-def _drop(values: Any, key: str) -> None:
+def require_config_path(path: Path, *, overwrite: bool) -> None:
+    """Raise unless a config can be written to `path`."""
+    if path.suffix not in YAML_SUFFIXES:
+        raise ForgefieldError(f"{path}: a config ends in .yaml.")
+    if not path.absolute().parent.is_dir():
+        raise ForgefieldError(f"{path}: there is no folder {path.parent}.")
+    if path.exists() and not overwrite:
+        raise ForgefieldError(f"{path} exists already; --force overwrites it, -o FILE names another.")
+
+
+def write_config(path: Path, text: str) -> Path:
+    """Write the text of a config."""
+    try:
+        path.write_text(text, encoding="utf-8")
+    except OSError as error:
+        raise ForgefieldError(f"{path} cannot be written: {error.strerror}.") from error
+    return path
+
+
+def _drop(values: object, key: str) -> None:
     """Take a dotted key out of nested mappings, where it is there."""
     section, _, rest = key.partition(".")
     if not isinstance(values, dict):
@@ -96,7 +118,7 @@ def _drop_inapplicable_to(target: str, options: dict[str, Any]) -> None:
 
 
 def _emit(
-    name: str, value: Any, cls: type | None, prefix: str, indent: int, notes: Mapping[str, str], task: type
+    name: str, value: object, cls: type | None, prefix: str, indent: int, notes: Mapping[str, str], task: type
 ) -> Iterator[str]:
     """task: the options that the section of that name has."""
     key = f"{prefix}{name}"
@@ -146,7 +168,7 @@ def _section(cls: type | None, name: str) -> type | None:
 class _Dumper(yaml.SafeDumper):  # type: ignore[misc]  # PyYAML has no types
     """Writes strings so that OmegaConf's reader, which knows more numbers than YAML 1.1, reads them as strings."""
 
-    def ignore_aliases(self, data: Any) -> bool:
+    def ignore_aliases(self, data: object) -> bool:
         return True
 
 

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import os
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -69,6 +70,28 @@ _INSTEAD = {
 }
 _UNSUPPORTED = ("trainer.accumulate_grad_batches", "trainer.overfit_batches")
 """Settings of Lightning that have no meaning for blocks of steps."""
+
+
+@dataclass(frozen=True)
+class ElectronOptions:
+    """Options for predictions of an LDOS run."""
+
+    temperature: float | None = option(None, at_least=0, unit="K")
+    """Temperature of the electrons."""
+    grid: Sequence[int] | None = None
+    """Number of points along each cell vector. Default: spacing of the training snapshots."""
+    spacing: float | None = option(None, above=0, unit="A")
+    """Distance between grid points, instead of a grid."""
+    pseudopotentials: str | os.PathLike[str] | None = None
+    """Folder of UPF files, for the free energy. Default: the folder of the run."""
+    electrons: float | None = option(None, above=0)
+    """Number of electrons in the cell. Default: from the pseudopotentials."""
+    ldos: bool = False
+    """Also write the LDOS."""
+
+    def changed(self) -> list[str]:
+        """Names of the options that differ from their defaults."""
+        return [name for name, value in vars(self).items() if value not in (None, False)]
 
 
 @dataclass

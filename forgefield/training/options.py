@@ -78,7 +78,8 @@ class KernelOptions:
     rounds gradients to about 3e-3; arithmetic and validation remain float32. Not with float64."""
     edges: bool = True
     """Use kernels for sums over edges and couplings of models that have them (Allegro), with every engine, on an NVIDIA GPU
-    with Triton. false uses PyTorch operations."""
+    with Triton; and compiled C code for convolutions (NequIP), with the eager engine, on a CPU with a C compiler. false uses
+    PyTorch operations."""
 
 
 @dataclass
@@ -157,6 +158,9 @@ class TrainingOptions:
     """Stop the training when the monitored metric no longer improves: {patience: 50}. Default: off."""
     checkpoint: CheckpointOptions = field(default_factory=CheckpointOptions)
     """When checkpoints are saved."""
+    uncertainty: bool = True
+    """Compute uncertainties of energies and forces when the training ends, from the last layer of the best model and at most
+    5000 training frames. Models without a suitable last layer have none."""
     tensorboard: int = option(1, choices=(0, 1, 2))
     """TensorBoard output: 0 none, 1 losses and learning rate, 2 also histograms of weights and gradients."""
 

@@ -5,7 +5,8 @@ torch tensors, each with a function of this file; any other name is refused and 
 numpy arrays of numbers or text, never of objects.
 
 `read_torch_file` reads checkpoints, zip archives of one pickle and raw tensor bytes. It makes plain containers and tensors;
-every other class becomes an inert `Foreign` object that keeps no data.
+every other class becomes an inert `Foreign` object that keeps no data. `read_torch_records` also keeps the data of such
+objects, as inert `Record`s.
 """
 
 from __future__ import annotations
@@ -18,9 +19,9 @@ import os
 import pickle
 import re
 import zipfile
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 import torch
@@ -35,6 +36,9 @@ _LONGEST = 2**31
 """Sizes and strides of tensors are below this."""
 _UNFOLDED = 10**6, 10
 """What is named in several places counts in each; all together may be this many values, and this many a byte of pickle."""
+
+
+Container = dict[Any, Any] | list[Any] | tuple[Any, ...] | set[Any] | frozenset[Any]
 
 
 class RefusedPickle(Exception):
@@ -76,7 +80,7 @@ class _Maker:
     def __call__(self, *args: object) -> Any:
         return self._function(*args)
 
-    def __setstate__(self, state: Any) -> None:
+    def __setstate__(self, state: object) -> None:
         raise RefusedPickle("it tries to change a function")
 
 
@@ -85,12 +89,12 @@ class _Dtype:
 
     __slots__ = ("dtype",)
 
-    def __init__(self, code: Any, *_: object) -> None:
+    def __init__(self, code: object, *_: object) -> None:
         if not isinstance(code, str) or not _PLAIN_DTYPE.fullmatch(code):
             raise RefusedPickle(f"it holds an array of {code!r}; only numbers and text are read")
         self.dtype = np.dtype(code)
 
-    def __setstate__(self, state: Any) -> None:
+    def __setstate__(self, state: tuple[Any, ...]) -> None:
         order, names = state[1], state[2:5]
         if order not in ("<", ">", "|", "=") or any(item is not None for item in names):
             raise RefusedPickle("it holds a structured array; only arrays of numbers and text are read")
@@ -106,7 +110,7 @@ class _Array:
     def __init__(self) -> None:
         self.array: np.ndarray | None = None
 
-    def __setstate__(self, state: Any) -> None:
+    def __setstate__(self, state: tuple[Any, ...]) -> None:
         _, shape, dtype, fortran, data = state
         self.array = _from_buffer(data, dtype, shape, "F" if fortran else "C")
 
@@ -119,22 +123,22 @@ class _Storage:
     def __init__(self, values: np.ndarray) -> None:
         self.values = values
 
-    def __setstate__(self, state: Any) -> None:
+    def __setstate__(self, state: object) -> None:
         raise RefusedPickle("it tries to change the numbers of a tensor")
 
 
-def _from_buffer(data: Any, dtype: Any, shape: Any, order: Any = "C", *_: object) -> np.ndarray:
+def _from_buffer(data: object, dtype: object, shape: Sequence[int], order: object = "C", *_: object) -> np.ndarray:
     if not isinstance(dtype, _Dtype) or not isinstance(data, (bytes, bytearray, str)) or order not in ("C", "F"):
         raise RefusedPickle("it holds an array that is not one of numbers or text")
     raw = data.encode("latin1") if isinstance(data, str) else data  # written by Python 2
     return np.frombuffer(raw, dtype.dtype).reshape(shape, order=order).astype(dtype.dtype.newbyteorder("="), copy=False)
 
 
-def _scalar(dtype: Any, data: Any = b"") -> Any:
+def _scalar(dtype: object, data: object = b"") -> Any:
     return _from_buffer(data, dtype, ())[()]
 
 
-def _encode(text: Any, codec: Any) -> bytes:
+def _encode(text: object, codec: object) -> bytes:
     """Bytes, as old protocols write them."""
     if codec != "latin1" or not isinstance(text, str):
         raise RefusedPickle(f"it holds bytes encoded by {codec!r}")
@@ -145,7 +149,7 @@ def _reconstruct(*_: object) -> _Array:
     return _Array()
 
 
-def _load_from_bytes(data: Any) -> _Storage:
+def _load_from_bytes(data: object) -> _Storage:
     """What `torch.storage._load_from_bytes` gives, but through torch's own reader of weights only."""
     import torch
 
@@ -164,7 +168,7 @@ def _load_from_bytes(data: Any) -> _Storage:
     return _Storage(values)
 
 
-def _rebuild_tensor(storage: Any, offset: Any, size: Any, stride: Any, *_: object) -> np.ndarray:
+def _rebuild_tensor(storage: object, offset: object, size: object, stride: object, *_: object) -> np.ndarray:
     if not isinstance(storage, _Storage):
         raise RefusedPickle("it holds a tensor without numbers")
     if not isinstance(size, tuple) or not isinstance(stride, tuple) or len(size) != len(stride):
@@ -210,9 +214,11 @@ class _Settling:
             raise RefusedPickle("it holds a container that contains itself")
         return found
 
-    def _container(self, value: Any) -> tuple[Any, int]:
+    def _container(self, value: Container) -> tuple[Any, int]:
         """`value` stays alive in the whole it belongs to, so that its id stays its own."""
-        flat = [part for pair in dict.items(value) for part in pair] if isinstance(value, dict) else value
+        flat: Iterable[object] = (
+            [part for pair in dict.items(value) for part in pair] if isinstance(value, dict) else value
+        )
         parts, count = [], 1
         for item in flat:
             part, n = self._settle(item)
@@ -252,6 +258,8 @@ _ALLOWED: dict[str, Callable[..., Any]] = {
 }
 
 
+_NUMBERS = {"numpy.core.multiarray.scalar": _scalar, "numpy.dtype": _Dtype}
+"""What numbers of numpy consist of."""
 _DTYPES = {
     "DoubleStorage": torch.float64,
     "FloatStorage": torch.float32,
@@ -281,17 +289,54 @@ class Foreign:
     def add(self, value: object) -> None: ...
 
 
+class Record:
+    """The data of an object of another program: the name of its class, the arguments of its constructor, and its state.
+
+    Every class or function that a pickle names is a subclass, and calling it makes a record; nothing is executed. One that is
+    stored as a value, such as an activation function, is that subclass itself.
+    """
+
+    origin: ClassVar[str] = ""
+    """Module and name of the class or function."""
+    args: tuple[Any, ...]
+    state: Any
+
+    def __new__(cls, *args: object, **kwargs: object) -> Record:
+        made = super().__new__(cls)
+        made.args, made.state = args, None
+        return made
+
+    def __init__(self, *args: object, **kwargs: object) -> None: ...
+
+    def __setstate__(self, state: object) -> None:
+        self.state = state
+
+    def __setitem__(self, key: object, value: object) -> None: ...
+    def append(self, value: object) -> None: ...
+    def extend(self, values: object) -> None: ...
+    def add(self, value: object) -> None: ...
+
+
 def read_torch_file(path: str | os.PathLike[str]) -> Any:
     """The object in a file of `torch.save` (zip format): dicts, lists, numbers, strings, tensors on the CPU."""
-    if not Path(path).is_file():
+    return _read(Path(path), _TorchUnpickler)
+
+
+def read_torch_records(path: str | os.PathLike[str]) -> Any:
+    """As `read_torch_file`, with a `Record` in place of each object of a class that is not allowed."""
+    return _read(Path(path), _RecordUnpickler)
+
+
+def _read(path: Path, unpickler: type[_TorchUnpickler]) -> Any:
+    if not path.is_file():
         raise ForgefieldError(f"{path} does not exist.")
     with open_archive(
-        Path(path), str(path), "a torch checkpoint", "save it with torch.save, which does not compress"
+        path, str(path), "a torch checkpoint", "save it with torch.save, which does not compress"
     ) as archive:
-        return _read_archive(archive)
+        return _read_archive(archive, unpickler)
 
 
-def _read_archive(archive: zipfile.ZipFile) -> Any:
+def _read_archive(archive: zipfile.ZipFile, unpickler: type[_TorchUnpickler]) -> Any:
     names = [name for name in archive.namelist() if name.count("/") == 1 and name.endswith("/data.pkl")]
     if len(names) != 1:
         raise ValueError(
@@ -302,7 +347,7 @@ def _read_archive(archive: zipfile.ZipFile) -> Any:
         raise ValueError("it is a TorchScript model, give the checkpoint it was made from")
     if f"{root}/byteorder" in archive.namelist() and archive.read(f"{root}/byteorder") != b"little":
         raise ValueError("its numbers are stored big-endian")
-    return _TorchUnpickler(io.BytesIO(archive.read(names[0])), archive, root).load()
+    return unpickler(io.BytesIO(archive.read(names[0])), archive, root).load()
 
 
 class _TorchUnpickler(pickle.Unpickler):
@@ -321,7 +366,7 @@ class _TorchUnpickler(pickle.Unpickler):
             return allowed[name]
         return Foreign
 
-    def persistent_load(self, pid: Any) -> Tensor:
+    def persistent_load(self, pid: tuple[Any, ...]) -> Tensor:
         kind, dtype, key, _, count = pid
         if kind != "storage" or not isinstance(dtype, torch.dtype):
             raise pickle.UnpicklingError(f"unknown stored object {kind!r}")
@@ -334,7 +379,28 @@ class _TorchUnpickler(pickle.Unpickler):
         return self._storages[key]
 
 
-def _rebuild_torch_tensor(storage: Tensor, offset: int, size: tuple, stride: tuple, *_: object) -> Tensor:
+class _RecordUnpickler(_TorchUnpickler):
+    def __init__(self, file: io.BytesIO, archive: zipfile.ZipFile, root: str) -> None:
+        super().__init__(file, archive, root)
+        self._classes: dict[str, type[Record]] = {}
+
+    def find_class(self, module: str, name: str) -> Any:
+        known = super().find_class(module, name)
+        if known is not Foreign:
+            return known
+        origin = f"{module}.{name}".replace("numpy._core.", "numpy.core.", 1)
+        if origin in _NUMBERS:
+            return _NUMBERS[origin]
+        if origin in ("builtins.set", "__builtin__.set"):
+            return set
+        if origin not in self._classes:
+            self._classes[origin] = type(name.rpartition(".")[2], (Record,), {"origin": origin})
+        return self._classes[origin]
+
+
+def _rebuild_torch_tensor(
+    storage: Tensor, offset: int, size: tuple[int, ...], stride: tuple[int, ...], *_: object
+) -> Tensor:
     last = offset + sum((n - 1) * step for n, step in zip(size, stride, strict=True))
     if min((offset, *size, *stride)) < 0 or (all(size) and last >= storage.numel()):
         raise pickle.UnpicklingError("a tensor reaches beyond its storage")

@@ -6,6 +6,7 @@ The files become an array (nx, ny, nz, levels) in the standard unit, sorted by t
 from __future__ import annotations
 
 import glob
+import json
 import math
 import os
 import re
@@ -19,10 +20,15 @@ import numpy as np
 from forgefield.config.nearest import did_you_mean
 from forgefield.errors import ForgefieldError
 from forgefield.files import written_whole
+from forgefield.ldos.data.info import read_info
+from forgefield.ldos.data.rows import require_file, require_new_array
+from forgefield.ldos.data.snapshot_files import base_name
 from forgefield.ldos.data.units import target_factor
 from forgefield.physics.units import BOHR
 
 SUFFIXES = (".cube", ".xsf")
+PP_UNITS = {"ldos": "1/(Ry*Bohr^3)", "density": "1/Bohr^3"}
+"""Units in which pp.x writes."""
 GROUP_BYTES = 1 << 30
 """Size of the levels that are collected in memory before they are written."""
 
@@ -209,6 +215,49 @@ def cubes_to_array(
         array.flush()
         del array
     return shape
+
+
+def convert_cubes(
+    paths: Sequence[str],
+    out: Path,
+    *,
+    target: str = "ldos",
+    units: str | None = None,
+    info: Path | None = None,
+    dtype: np.dtype | type = np.float32,
+    progress: Callable[[int, int], None] | None = None,
+) -> tuple[tuple[int, ...], Path | None]:
+    """Convert cube or xsf files to the targets of a snapshot; returns the shape of the array, and the path of the .info.json.
+
+    Parameters
+    ----------
+    paths
+        Files or globs, one file for each level.
+    out
+        The array to write, .npy.
+    target
+        Quantity in the files: `ldos` or `density`.
+    units
+        Unit in the files; default: that in which pp.x writes.
+    info
+        Output of pw.x, to store as .info.json next to the array.
+    dtype
+        Type of the numbers in the array.
+    progress
+        Called with the number of levels done and of all levels.
+    """
+    require_new_array(out)
+    files, info_path, text = level_files(paths), None, ""
+    if info is not None:
+        require_file(info)
+        info_path = out.with_name(f"{base_name(out)}.info.json")
+        if info_path.exists():
+            raise ForgefieldError(f"{info_path} exists already; delete it or leave --info out")
+        text = json.dumps(read_info(info).to_json(), indent=1)
+    shape = cubes_to_array(files, out, target=target, units=units or PP_UNITS[target], dtype=dtype, progress=progress)
+    if info_path is not None:
+        info_path.write_text(text)
+    return shape, info_path
 
 
 def _values(path: Path, first: GridFile, first_path: Path) -> np.ndarray:

@@ -68,6 +68,14 @@ def require_file(path: Path) -> None:
     raise ForgefieldError(f"{path}: there is no such file (looked from {Path.cwd()}).{did_you_mean(path.name, names)}")
 
 
+def require_new_array(path: Path) -> None:
+    """Raise unless an array can be written to the new file `path`."""
+    if path.suffix != ".npy":
+        raise ForgefieldError(f"{path}: the array is written as .npy; choose a name with this ending")
+    if path.exists():
+        raise ForgefieldError(f"{path} exists already; delete it or choose another name")
+
+
 class NumpyRows:
     """A .npy file of shape (nx, ny, nz, columns), (nx, ny, nz) or (rows, columns), in C order."""
 

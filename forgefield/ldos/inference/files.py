@@ -8,8 +8,7 @@ from __future__ import annotations
 import json
 import os
 import shutil
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable
 from pathlib import Path
 from typing import IO
 
@@ -25,32 +24,11 @@ from forgefield.files import remove_leftovers, temporary_name
 from forgefield.inference.predict import keep_labels, keep_values
 from forgefield.inference.xyz_files import write_extxyz
 from forgefield.ldos.inference.electrons import ElectronicStructure, ElectronModel
+from forgefield.ldos.options import ElectronOptions
 from forgefield.physics.units import BOHR
 from forgefield.runs import Run
 
 NUMBERS = "results.json"
-
-
-@dataclass(frozen=True)
-class ElectronOptions:
-    """Options for predictions of an LDOS run."""
-
-    temperature: float | None = None
-    """Temperature of the electrons, K."""
-    grid: Sequence[int] | None = None
-    """Number of points along each cell vector; default: spacing of the training snapshots."""
-    spacing: float | None = None
-    """Distance between grid points, A, instead of `grid`."""
-    pseudopotentials: str | os.PathLike[str] | None = None
-    """Folder of UPF files."""
-    electrons: float | None = None
-    """Number of electrons in the cell."""
-    ldos: bool = False
-    """Whether to write the LDOS, too."""
-
-    def changed(self) -> list[str]:
-        """Names of the options that differ from their defaults."""
-        return [name for name, value in vars(self).items() if value not in (None, False)]
 
 
 def predict_run(

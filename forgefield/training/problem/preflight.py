@@ -21,7 +21,7 @@ from forgefield.parallel.environment import MPI_LAUNCHERS, check_trainer_options
 from forgefield.parallel.ranks import Ranks
 from forgefield.parallel.strategies import check_strategy
 from forgefield.settings import Config
-from forgefield.tasks.options import DENOISE, given_targets, quantity
+from forgefield.tasks.options import DENOISE, quantity, targets_of
 from forgefield.tasks.targets import LABELS
 from forgefield.training.optim.optimisers import build_optimiser
 from forgefield.training.problem.heads import has_energy
@@ -40,10 +40,11 @@ def check_settings(config: Config, options: dict[str, Any], ranks: Ranks) -> Non
                 f"model.name={name}: an ASE calculator has no weights that could be trained. `forgefield import ase "
                 f"{config.model['module']} --species ...` makes a run of it, to be tested and compared with trained models."
             )
-        sums_over_edges = issubclass(found, AtomisticModel) and found.sums_over_edges
-        if not config.training.kernels.edges and not sums_over_edges:
+        uses_kernels = issubclass(found, AtomisticModel) and (found.sums_over_edges or found.convolves)
+        if not config.training.kernels.edges and not uses_kernels:
             raise ForgefieldError(
-                f"training.kernels.edges=false: {name} has no sums over edges that use kernels; leave this setting out."
+                f"training.kernels.edges=false: {name} has no sums over edges that use kernels or compiled C code; leave this "
+                "setting out."
             )
     weighting_options(config.training.weighting)
     optimiser = build_optimiser(config.training.optimizer, [nn.Parameter(torch.zeros(2, 2))], lr=config.training.lr)
@@ -103,7 +104,7 @@ def require_inputs(potential: Potential, data: FrameData) -> None:
 
 def require_any_label(task: Any, split: str, dataset: GraphDataset | None) -> None:
     """Refuse frames that are meant to measure the model and carry nothing to measure it with. task: its options."""
-    given = [quantity(name) for name in given_targets(task) if name != DENOISE]
+    given = [quantity(name) for name in targets_of(task) if name != DENOISE]
     names = tuple(dict.fromkeys(LABELS.get(name, name) for name in given))
     if not names:
         return

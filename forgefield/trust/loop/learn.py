@@ -41,7 +41,7 @@ from forgefield.runs import Run
 from forgefield.settings import Config
 from forgefield.training.fit import fit
 from forgefield.training.run.journal import Journal
-from forgefield.training.trainer import processes_wanted
+from forgefield.training.trainer import requested_processes
 from forgefield.trust.loop.explore import Explored, explore, unit_of
 from forgefield.trust.loop.history import write_learning_page
 from forgefield.trust.loop.label import label_structures
@@ -319,7 +319,7 @@ def _check_config(config: Config, path: str) -> None:
         raise ForgefieldError(
             f"{path}: model.from is not supported in a learning loop; it starts from weights by itself."
         )
-    if processes_wanted(config) > 1 and config.trainer.get("devices") not in (None, "auto", -1, "-1"):
+    if requested_processes(config) > 1 and config.trainer.get("devices") not in (None, "auto", -1, "-1"):
         raise ForgefieldError(f"{path}: trainer.devices: a learning loop trains in one process.")
 
 
