@@ -137,9 +137,9 @@ def exporter(program: str) -> Exporter:
 
 def _entry(program: str, formats: Mapping[str, FileFormat]) -> FileFormat:
     if program not in formats:
-        known: Sequence[str] = list(formats)
+        names: Sequence[str] = list(formats)
         raise ForgefieldError(
-            f"'{program}' is not a program whose files are known; choose one of {', '.join(known)}."
-            f"{did_you_mean(program, known)}"
+            f"'{program}' is not a program whose files are known; choose one of {', '.join(names)}."
+            f"{did_you_mean(program, names)}"
         )
     return formats[program]

@@ -24,9 +24,9 @@ from forgefield.ldos.training.reference import (
 )
 from forgefield.ldos.training.snapshots import SnapshotMeasure, TermGradient
 from forgefield.settings import Config
-from forgefield.training.engines.choose import inductor_options, why_not
+from forgefield.training.engines.choose import engine_refusal, inductor_options
 from forgefield.training.module import TrainingModule
-from forgefield.training.optim.update import Update, why_not_capturable
+from forgefield.training.optim.update import Update, capture_refusal
 from forgefield.training.options import TrainingOptions
 from forgefield.training.precision import Precision
 from forgefield.training.problem.problem import TrainingSession
@@ -83,7 +83,7 @@ class EngineBuilder:
         training = config.training
         name = training.engine or "eager"
         compiles = name == "compile" or (name == "graphs" and training.graphs.compiled and device.type == "cuda")
-        reason = why_not(name, device) or (why_not("compile", device) if compiles else None)
+        reason = engine_refusal(name, device) or (engine_refusal("compile", device) if compiles else None)
         if name == "graphs" and world_size > 1:
             reason = reason or "steps of several processes are not captured; use eager or compile."
         if name == "graphs" and config.data.fast is False:
@@ -107,7 +107,9 @@ class EngineBuilder:
             )
         compiles = compiles and not fuses
         gradient = self._gradient(model, task, compiles)
-        rows = self._first_rows(model, whole=compiles, packed=name == "graphs" or self.data.train.resident is not None)
+        rows = self._first_rows(
+            model, full_batch=compiles, packed=name == "graphs" or self.data.train.resident is not None
+        )
         difference = self._compare(gradient, model, task, rows)
         difference = difference if fused_difference is None else fused_difference
         update = Update(
@@ -144,7 +146,7 @@ class EngineBuilder:
         )
         if fused_obstacle(model, precision.start, points) is not None:
             return None
-        rows = self._first_rows(model, whole=True, packed=False)
+        rows = self._first_rows(model, full_batch=True, packed=False)
         differences = []
         try:
             for name in (name for name in precision.names if fused_obstacle(model, name, points) is None):
@@ -172,7 +174,7 @@ class EngineBuilder:
         compilation."""
         training = self.config.training
         name = training.engine or "eager"
-        obstacle = why_not_capturable(module.trainer.optimizers[0]) if module.device.type == "cuda" else "no GPU"
+        obstacle = capture_refusal(module.trainer.optimizers[0]) if module.device.type == "cuda" else "no GPU"
         obstacle = obstacle or schedule_capture_obstacle(
             None if module.schedule is None else module.schedule["scheduler"]
         )
@@ -212,17 +214,17 @@ class EngineBuilder:
         return difference
 
     @torch.no_grad()
-    def _first_rows(self, model: LDOSNetwork, *, whole: bool, packed: bool) -> tuple[Tensor, Tensor]:
+    def _first_rows(self, model: LDOSNetwork, *, full_batch: bool, packed: bool) -> tuple[Tensor, Tensor]:
         """Scaled inputs and targets of the first points. full_batch: as many as a batch has; packed: in the layout of resident
         rows. A compiled step is thus compared as it will be used, and not compiled for another size."""
-        n = self.data.batch if whole else min(COMPARED, self.data.batch)
+        n = self.data.batch if full_batch else min(COMPARED, self.data.batch)
         arrays = read_rows(self.data.train.table, 0, n)
         inputs, targets = (torch.from_numpy(array).to(model.weights[0].device) for array in arrays)
         inputs, targets = model.scaled_inputs(inputs), model.scaled_targets(targets)
         return pack_rows(inputs, targets) if packed else (inputs, targets)
 
 
-def schedule_capture_obstacle(scheduler: Any) -> str | None:
+def schedule_capture_obstacle(scheduler: object) -> str | None:
     """Reason why steps cannot be captured with a scheduler, or None: captured steps follow learning rates and nothing else."""
     schedulers = getattr(scheduler, "_schedulers", [scheduler])
     if any(getattr(member, "cycle_momentum", False) for member in schedulers):

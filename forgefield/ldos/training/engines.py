@@ -9,7 +9,7 @@ kinds of steps is captured is measured once; the choice is stored in checkpoints
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -132,7 +132,7 @@ class EagerEngine:
             return self.layout.split((torch.stack(picked) if picked else self.resident.rows[:0]).to(self.device))
         return self.layout.split(self.resident.rows.index_select(0, indices))
 
-    def forget(self) -> None:
+    def reset(self) -> None:
         """Discard state that is specific to one precision."""
 
 
@@ -182,7 +182,7 @@ class GraphsEngine:
         self._stale = True
         """Whether weights may have been changed outside of captured steps."""
 
-    def forget(self) -> None:
+    def reset(self) -> None:
         """Discard state that is specific to one precision."""
         self._graphs.clear()
         self._fused, self._chosen = None, False
@@ -352,7 +352,7 @@ class GraphsEngine:
             if fused is not None:
                 fused.refresh()
 
-    def _steps(self, length: int, rates: Any) -> None:
+    def _steps(self, length: int, rates: Sequence[Sequence[float]] | Tensor) -> None:
         """The captured work: `length` steps; a single step weights its points, some of which may be padding."""
         inner, fused = self.inner, self._fused
         weight = self._weight if length == 1 else None
@@ -390,7 +390,7 @@ def _settings(optimiser: torch.optim.Optimizer) -> list[dict[str, Any]]:
 
 def _state_tensors(inner: EagerEngine, *sums: Tensor) -> list[Tensor]:
     """All tensors that a step changes."""
-    update: Any = inner.update
+    update = inner.update
     states = [
         value for state in update.optimiser.state.values() for value in state.values() if isinstance(value, Tensor)
     ]

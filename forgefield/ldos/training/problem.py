@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -70,10 +71,10 @@ class PointsProblem(Problem):
         require_same_data(self.fingerprint, ranks)
         if self.initial is None:
             _, _, model_options = check_model(config.model, trust=CONFIG)
-            self.resolved = self.kept_model(resolve(model_options, self._facts()))
+            self.resolved = self.stored_or_resolved(resolve(model_options, self._facts()))
         else:
             self.data.inputs, self.data.outputs = self.initial.scaling("inputs"), self.initial.scaling("outputs")
-            self.resolved = self.kept_model(self.initial.options(table, config.points.descriptors))
+            self.resolved = self.stored_or_resolved(self.initial.options(table, config.points.descriptors))
         if (descriptors := self.resolved["points"]["descriptors"]) is not None:
             options = DescriptorOptions.from_mapping(descriptors, "data.points.descriptors")
             in_config = config.points.descriptors is not None
@@ -261,7 +262,7 @@ class PointsProblem(Problem):
         }
 
 
-def energy_grid(energies: Any) -> dict[str, Any] | None:
+def energy_grid(energies: dict[str, float] | list[dict[str, float]] | None) -> dict[str, Any] | None:
     """The energy levels of a config in the format stored in the model."""
     if energies is None:
         return None
@@ -332,7 +333,7 @@ class InitialNetwork:
         config.model["name"] = self.resolved["name"]
         return config
 
-    def options(self, table: PointTable, descriptors: Any) -> dict[str, Any]:
+    def options(self, table: PointTable, descriptors: Mapping[str, Any] | None) -> dict[str, Any]:
         """Resolved options for these data. descriptors: those of the config; None: those of the network."""
         stored = self.resolved["points"]
         for quantity, actual, expected in (

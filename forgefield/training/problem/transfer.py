@@ -25,8 +25,8 @@ from forgefield.models.potential import Potential
 from forgefield.models.predictor import head_key
 from forgefield.models.registry import ARCHITECTURES
 from forgefield.models.resolving import (
+    DIRECT,
     HEADS,
-    OWN,
     PREDICTS,
     REFERENCES,
     branch_names,
@@ -35,9 +35,9 @@ from forgefield.models.resolving import (
     resolve_model,
 )
 from forgefield.settings import Config
-from forgefield.training.problem.heads import has_energy, head_facts, output_units
+from forgefield.training.problem.heads import has_energy, head_specifications, output_units
 from forgefield.training.problem.initial_options import section_of
-from forgefield.training.problem.model_options import measured_batches, spread
+from forgefield.training.problem.model_options import batches_of_frames, spread
 
 ENERGY = ("energy_scales", "energy_shifts")
 """Options and state of a model that only energies need."""
@@ -88,11 +88,11 @@ def transfer(
     """What the model of a run becomes for this task. known: its options in full, made of `section`. task: options. trust:
     whether `known` and `section` may name code that is not Forgefield's."""
     resolved = copy.deepcopy(dict(known))
-    if (resolved.get(PREDICTS) or {}).get(OWN):  # what it gives is part of the model itself
+    if (resolved.get(PREDICTS) or {}).get(DIRECT):  # what it gives is part of the model itself
         return _own(resolved, config, data)
     before = resolved.pop(PREDICTS, None) or {"energy": True, HEADS: {}}
     given = check_heads(config.model.get(HEADS)) if HEADS not in known else {}
-    facts, wants_energy = head_facts(task, data), has_energy(task)
+    facts, wants_energy = head_specifications(task, data), has_energy(task)
     heads, kept = _heads(given, facts, before[HEADS])
     if heads:
         resolved[PREDICTS] = {"energy": wants_energy, HEADS: heads}
@@ -259,7 +259,7 @@ def _errors(
     n_species, training = len(potential.species), potential.training
     counts, errors, n_atoms = [], [], []
     potential.to(device).eval()
-    for batch in measured_batches(dataset, rows, potential.cutoff, edges=EDGES_AT_ONCE):
+    for batch in batches_of_frames(dataset, rows, potential.cutoff, edges=EDGES_AT_ONCE):
         n_frames = batch["n_atoms"].shape[0]
         on_device = {key: value.to(device) for key, value in batch.items()}
         predicted = potential(on_device, forces=False)["energy"].cpu()
