@@ -33,7 +33,7 @@ from forgefield.models.mace.options import (
 )
 from forgefield.models.mace.radial import RadialBasis, pair_radii, repulsion
 from forgefield.models.mace.readout import GatedReadout, LinearReadout
-from forgefield.models.mace.variants import branch_shifts, extended_options, extended_state, one_branch
+from forgefield.models.mace.variants import branch_shifts, extended_options, extended_state, more_branches, one_branch
 from forgefield.ops.convolution_plan import Block
 from forgefield.ops.graph import EdgeGraph, Segments, barrier, gather, join, segment_sum
 from forgefield.ops.harmonics import SphericalHarmonics
@@ -47,6 +47,7 @@ class MACE(RegisteredModel[MACEOptions]):
     ghost_atoms = "exchange"
     Options = MACEOptions
     presets = PRESETS
+    adds_branches = True
     interactions: list[Interaction]
     products: list[Product]
     energy_scales: Tensor
@@ -173,6 +174,22 @@ class MACE(RegisteredModel[MACEOptions]):
     def isolated_energies(cls, resolved: Mapping[str, Any]) -> dict[str, float] | None:
         isolated = resolved["interaction_first"] in ("plain", "density") and not resolved["readout_bias"]
         return super().isolated_energies(resolved) if isolated and not resolved.get("branches") else None
+
+    @classmethod
+    def set_shifts(cls, resolved: dict[str, Any], values: Sequence[float]) -> None:
+        names, species = cls.branch_names(resolved), resolved["species"]
+        parts = [values[start : start + len(species)] for start in range(0, len(values), len(species))]
+        tables = [dict(zip(species, part)) for part in parts]
+        resolved["energy_shifts"] = dict(zip(names, tables)) if names else tables[0]
+
+    @classmethod
+    def add_branches(
+        cls, resolved: Mapping[str, Any], state: Mapping[str, Tensor], names: Sequence[str]
+    ) -> tuple[dict[str, Any], dict[str, Tensor]]:
+        return more_branches(resolved, state, names)
+
+    def branch_shifts(self) -> Tensor | None:
+        return self.energy_shifts if self.branches else None
 
     def species_shifts(self) -> Tensor | None:
         return None if self.branches else self.energy_shifts
