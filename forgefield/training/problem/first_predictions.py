@@ -41,9 +41,9 @@ class FirstModel:
         predicts = self.resolved.get(PREDICTS) or {}
         return not predicts.get("energy", True) or "forces" in predicts.get(HEADS, {})
 
-    def build(self) -> Potential:
-        """The model on the CPU, in the precision of its weights."""
-        single = any(value.dtype == torch.float32 for value in self.state.values())
+    def build(self, at_least: str) -> Potential:
+        """The model on the CPU, in the precision of its weights, or in float64 if `at_least` is that."""
+        single = any(value.dtype == torch.float32 for value in self.state.values()) and at_least != "float64"
         potential = build_model(self.resolved, precision="float32" if single else "float64", seed=0, trust=self.trust)
         potential.load_state_dict(dict(self.state))
         return potential.eval()
@@ -51,7 +51,8 @@ class FirstModel:
 
 def compare_first_predictions(first: FirstModel, potential: Potential, train: GraphDataset, whose: str) -> str:
     """A sentence with the largest differences on training frames. whose: the first run, for messages."""
-    source = first.build()
+    precision = "float64" if potential.interface.weight_dtype() == torch.float64 else "float32"
+    source = first.build(at_least=precision)
     numbers = _branch_numbers(first.resolved, potential.interface.branches)
     training = potential.training
     potential.eval()
@@ -71,7 +72,6 @@ def compare_first_predictions(first: FirstModel, potential: Potential, train: Gr
     potential.train(training)
     if not compared:
         return f"Step 0: no training frame consists of species of {whose} alone, so that predictions were not compared."
-    precision = "float64" if potential.interface.weight_dtype() == torch.float64 else "float32"
     found = f"by {energy:.1e} eV/atom and {forces:.1e} eV/A on {compared} training frames ({precision} weights)"
     if max(energy, forces) > _LARGEST[precision] * max(1.0, largest):
         raise ForgefieldError(f"the new model does not begin as that of {whose}: predictions differ {found}.")
