@@ -34,7 +34,7 @@ MULTIPLE = 4
 NODES = (64, 128, 256, 512, 1024)
 """Numbers of nodes that are tried, one after the other, until the last eighth of the coefficients is rounding error."""
 ROUNDING = {torch.float64: 3e-15, torch.float32: 3e-9}
-"""Share of the largest coefficient below which others are left out: well below what a weight's own rounding changes."""
+"""Fraction of the largest coefficient below which others are omitted: well below the effect of rounding of weights."""
 WORTH = 2
 """Edges per node from which on an expansion pays."""
 INSIDE = 0.98
@@ -85,7 +85,7 @@ class Cells:
         self.network = cells[ranked] // n_atoms
 
     def chunks(self, n_polynomials: int) -> Iterator[Chunk]:
-        """Runs of lists of one length, no longer than the cache likes."""
+        """Ranges of lists of one length that fit into the cache."""
         breaks = np.flatnonzero(np.diff(self.lengths)) + 1
         bounds = [0, *breaks.tolist(), len(self.lengths)] if len(self.lengths) else [0]
         begin = 0
@@ -99,7 +99,7 @@ class Cells:
                 begin = end
 
     def to_slots(self, values: Tensor) -> Tensor:
-        """(n_edges, c) -> (n_slots, c), zero in empty places."""
+        """(n_edges, c) -> (n_slots, c), zero in empty slots."""
         return torch.cat([values, values.new_zeros(1, values.shape[1])]).index_select(0, self.edge)
 
     def to_edges(self, values: Tensor) -> Tensor:
@@ -143,7 +143,7 @@ class _Work:
         return self.cells.to_edges(placed)
 
     def changes(self, d_angles: Tensor, d_rows: Tensor | None) -> Tensor:
-        """How the moments change along these directions (n_edges,), (n_edges, c): (n_cells, c, n). None: no change."""
+        """Tangents of the moments along these directions (n_edges,), (n_edges, c): (n_cells, c, n). None: zero direction."""
         if d_rows is None:
             d_rows = d_angles.new_zeros(d_angles.shape[0], self.rows.shape[1])
         placed = self.cells.to_slots(torch.cat([d_angles.unsqueeze(1), d_rows], 1))
