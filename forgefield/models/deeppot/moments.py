@@ -1,13 +1,13 @@
 """The neighbour sum by moments: networks are expanded in Chebyshev polynomials, edges are summed before networks are applied.
 
 An embedding network is a smooth function of one number. Its expansion on the range that a batch covers converges like a power
-series; it is cut off where coefficients have fallen to rounding error, found anew from weights and batch each time. What is
-summed over neighbours are then polynomials, cosines of an angle, which do not depend on the weights; the network is evaluated
-at the nodes of the expansion alone, some hundred points instead of every edge. Where coefficients do not fall fast enough, as
-for activations with corners, `coefficients` says so and the sum is made directly.
+series; it is truncated where coefficients reach rounding error, and computed from weights and batch each time. The sum over
+neighbours is then one of polynomials, cosines of an angle, which do not depend on the weights; the network is evaluated only
+at the nodes of the expansion, some hundred points instead of every edge. If coefficients do not decrease fast enough, as for
+activations with kinks, there is no expansion and the sum is computed directly.
 
-The moments are differentiable in what a training step needs: once in edge vectors, and what comes of that once in everything
-that multiplies it; also along tangents. They run on a CPU, where sizes are known, in chunks that fit the cache.
+The moments have the derivatives that a training step needs: first derivatives by edge vectors, the derivatives of these by
+their cotangents, and tangents. They are used on a CPU, where sizes are known, in chunks that fit into the cache.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from forgefield.ops.graph import EdgeGraph, GradientSwitch
 CHUNK = 1 << 17
 """Numbers of one intermediate (edges times polynomials) that a chunk may fill: half a megabyte to a megabyte."""
 MULTIPLE = 4
-"""Lists of neighbours are filled up to a multiple of this, so that more atoms have lists of one length."""
+"""Lists of neighbours are padded to a multiple of this, so that more atoms have lists of the same length."""
 NODES = (64, 128, 256, 512, 1024)
 """Numbers of nodes that are tried, one after the other, until the last eighth of the coefficients is rounding error."""
 ROUNDING = {torch.float64: 3e-15, torch.float32: 3e-9}

@@ -1,12 +1,12 @@
 """DeePMD's perceptrons: layers with residuals where widths are equal or doubled; networks of one shape are stacked.
 
 Layer l of all networks is one set of tensors: `w` (networks, n_in, n_out), `b` and, with `resnet_dt`, `idt` (networks, n_out).
-A layer gives idt * f(x w + b), plus x where the width stays, plus x twice side by side where it doubles.
+A layer gives idt * f(x w + b), plus x if the width does not change, plus x twice, concatenated, if it doubles.
 
 Edges belong to the network of their species, atoms to that of theirs; `Groups` arranges rows so that each network is applied by
 dense products. Where the sizes of the groups are known to the host (on a CPU) rows are sorted by group; elsewhere, and in
-traces, each group is filled up to whole blocks of a fixed number of rows, whose number depends on sizes alone: nothing waits
-for the device and the arrangement holds for any batch.
+traces, each group is padded to complete blocks of a fixed number of rows; the number of blocks depends on sizes only, so that
+nothing waits for the device and the layout is valid for any batch.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ class Groups:
 
     @classmethod
     def in_order(cls, sizes: Sequence[int]) -> Groups:
-        """Rows that lie in the order of their groups."""
+        """The layout of rows that are sorted by group."""
         return cls(len(sizes), sizes=tuple(sizes))
 
     def spread(self, rows: Tensor) -> Tensor:
