@@ -64,6 +64,7 @@ ARCHITECTURES: dict[str, Architecture] = {
         importers=_format(
             "mace", "models.mace.importer.IMPORTER", "module (.model), or checkpoint (.pt) with its options as JSON"
         ),
+        exporters=_format("mace", "models.mace.exporter.write_mace", ".model"),
     ),
     "deeppot": _at(
         "deeppot.model.DeepPot",
