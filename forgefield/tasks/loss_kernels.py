@@ -99,20 +99,20 @@ def loss_by_kernels(
     terms = tuple(_term(target, len(errors.species)) for target in task.targets)
     n_targets, n_rows = len(terms), sum(term.n_errors for term in terms)
     n_programs = sum(-(-(n_atoms if term.of_atoms else n_frames) // ROWS) for term in terms)
-    parts = weight.new_empty((n_programs, 2 + 3 * max(term.n_errors for term in terms)))
+    partial_sums = weight.new_empty((n_programs, 2 + 3 * max(term.n_errors for term in terms)))
     out = weight.new_empty(1 + 2 * n_targets + 3 * n_rows)
     slopes = {target.label: torch.empty_like(batch[target.label]) for target in task.targets}
     by_species = task.species_weights_on(weight.device)
-    given: LaunchArguments = {}
+    values: LaunchArguments = {}
     for i, (target, species_weights) in enumerate(zip(task.targets, by_species)):
-        given[f"output{i}"] = outputs[target.label].contiguous()
-        given[f"label{i}"] = batch[target.label].contiguous()
-        given[f"slope{i}"] = slopes[target.label]
-        given[f"of_species{i}"] = weight if species_weights is None else species_weights
-    given |= {argument: batch[key].contiguous() for argument, key in BATCH_ARGUMENTS.items()}
-    given |= {"target_weights": target_weights, "denominators": weight if denominators is None else denominators}
-    given |= {"parts": parts, "out": out, "n_frames": n_frames, "n_atoms": n_atoms}
-    arguments = loss_arguments(n_targets).bind("loss", given)
+        values[f"output{i}"] = outputs[target.label].contiguous()
+        values[f"label{i}"] = batch[target.label].contiguous()
+        values[f"slope{i}"] = slopes[target.label]
+        values[f"of_species{i}"] = weight if species_weights is None else species_weights
+    values |= {argument: batch[key].contiguous() for argument, key in BATCH_ARGUMENTS.items()}
+    values |= {"target_weights": target_weights, "denominators": weight if denominators is None else denominators}
+    values |= {"parts": partial_sums, "out": out, "n_frames": n_frames, "n_atoms": n_atoms}
+    arguments = loss_arguments(n_targets).bind("loss", values)
     add_up, finish = _kernels(terms, denominators is not None)
     if n_programs:
         add_up[(n_programs,)](**arguments, num_warps=4)
@@ -208,8 +208,8 @@ def _indented(lines: Sequence[str]) -> Iterator[str]:
     return (f"    {line}" for line in lines)
 
 
-def _divisor(i: int, width: int, given: bool) -> str:
-    return f"tl.load(denominators + {i})" if given else f"total(parts, begin, end, {width}, 1)"
+def _divisor(i: int, width: int, external: bool) -> str:
+    return f"tl.load(denominators + {i})" if external else f"total(parts, begin, end, {width}, 1)"
 
 
 def _rows(term: _Term, i: int, n_rows: str) -> list[str]:
@@ -243,10 +243,10 @@ def _factor(term: _Term) -> str | None:
 
 def _difference(term: _Term, i: int, column: int) -> list[str]:
     """For one component of each row: whether it is labelled, and its difference d from the label in units of the loss."""
-    place = f"row * {term.columns} + {column}"
+    offset = f"row * {term.columns} + {column}"
     lines = [
-        f"p = tl.load(output{i} + {place}, mask=inside, other=0.0)",
-        f"y = tl.load(label{i} + {place}, mask=inside, other=0.0)",
+        f"p = tl.load(output{i} + {offset}, mask=inside, other=0.0)",
+        f"y = tl.load(label{i} + {offset}, mask=inside, other=0.0)",
         "labelled = inside & (y == y)",
     ]
     difference = "p - y" if _factor(term) is None else "p * factor - y * factor"

@@ -184,7 +184,7 @@ def test_an_optimiser_that_follows_the_loss_is_refused_on_several_ranks(tmp_path
     two = Ranks(
         replace(single_process().launch, world_size=2, local_size=2, launcher="torchrun"), hosts=["a", "a"], backend="x"
     )
-    with pytest.raises(ForgefieldError, match="LBFGS decides by the loss"):
+    with pytest.raises(ForgefieldError, match="evaluations in a step of LBFGS depends on the loss"):
         check_settings(config, {}, two)
     check_settings(config, {}, single_process())
 

@@ -158,7 +158,7 @@ def test_own_loss_is_named_by_import_path():
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        (TaskOptions(), "no target is on"),
+        (TaskOptions(), "there is no target"),
         (TaskOptions(energy=TargetOptions(weight=0.0)), "every weight is zero"),
         (TaskOptions(forces=TargetOptions(weight=-1.0)), r"task\.forces\.weight"),
         (TaskOptions(forces=TargetOptions(species_weights={"Xe": 2.0})), "Xe"),

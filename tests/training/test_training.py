@@ -124,7 +124,7 @@ def test_stress_is_trained_when_asked(tmp_path):
 def test_a_target_that_no_frame_has_is_refused(tmp_path):
     config = tiny_config(tmp_path, task={"energy": {}, "stress": {}})
     config["data"]["labels"] = {"stress": "none", "virial": "none"}
-    with pytest.raises(ForgefieldError, match=r"task\.stress is on, but no training frame carries stress"):
+    with pytest.raises(ForgefieldError, match=r"task\.stress is set, but no training frame has stress"):
         train(config)
 
 

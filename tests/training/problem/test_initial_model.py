@@ -201,10 +201,10 @@ def test_species_that_the_model_does_not_know_are_refused(place, tmp_path):
 
 
 REFUSED = {
-    "another cutoff": ({"data": {"cutoff": 4.0}}, r"data.cutoff is 4, and the model of run nequip was made for 3.5"),
+    "another cutoff": ({"data": {"cutoff": 4.0}}, r"data.cutoff is 4, but that of the model of run nequip is 3.5"),
     "the default cutoff": (
         {"data": {"cutoff": 5.0}},
-        r"data.cutoff is 5, and the model of run nequip was made for 3.5",
+        r"data.cutoff is 5, but that of the model of run nequip is 3.5",
     ),
     "adaptive": ({"data": {"adaptive_cutoff": 6.0}}, r"data.adaptive_cutoff is 6, .* made for none"),
     "neighbours": ({"data": {"max_neighbours": 9}}, r"data.max_neighbours is 9, .* made for none"),
@@ -284,7 +284,7 @@ def test_a_config_without_a_run_needs_its_cutoff_and_check_takes_the_model_of_th
     config = write_config(tmp_path / "further.yaml", extra_outputs(place, tmp_path, "nequip"))
     assert main(["check", str(config)]) == 0
     assert main(["check", str(config), "data.cutoff=4.5"]) == 2
-    assert "data.cutoff is 4.5, and the model of run nequip was made for" in capsys.readouterr().err
+    assert "data.cutoff is 4.5, but that of the model of run nequip is" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("source", ["nequip", "deeppot"])
