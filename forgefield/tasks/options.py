@@ -30,7 +30,7 @@ class ScheduleOptions:
     """Final weight; for kind step a list with one weight for each position."""
     unit: str | None = option(None, choices=("step", "epoch"))
     """Unit of `begin`, `end` and `at`: optimiser steps (step, the default) or epochs."""
-    begin: int | None = option(None, at_least=0, expected="a whole number from 0")
+    begin: int | None = option(None, at_least=0, expected="an integer of at least 0")
     """Start of the change. Default: 0."""
     end: int | None = None
     """End of the change. Default: the end of the training."""

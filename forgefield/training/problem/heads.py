@@ -151,7 +151,7 @@ def _labelled(table: FrameTable, name: str) -> np.ndarray:
     """(n, *shape): all values without missing ones."""
     values = table.find(np.arange(len(table))).field(name)
     missing = np.isnan(values).any(axis=tuple(range(1, values.ndim)))
-    return values[~missing]
+    return np.asarray(values[~missing])
 
 
 def _class_specification(name: str, options: FieldTargetOptions, field: Field, data: FrameData) -> dict[str, Any]:

@@ -92,7 +92,9 @@ class Problem(ABC):
     ) -> TrainingModule:
         """What Lightning trains. quick: a trial run that stores nothing (`trainer.fast_dev_run`)."""
 
-    def module_of(self, executor: StepExecutor, monitor: str, exchange: StepExchange | None) -> TrainingModule:
+    def module_of(
+        self, executor: StepExecutor[Any, Any], monitor: str, exchange: StepExchange | None
+    ) -> TrainingModule:
         """The module around an executor."""
         return TrainingModule(
             executor,
