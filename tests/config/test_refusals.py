@@ -172,7 +172,7 @@ def test_values_without_meaning(refused, text, sentence):
         ),
         ("forces: {schedule: {to: [1, 2]}}", "one number; lists are for kind step"),
         ("forces: {schedule: {kind: step, at: [5, 3], to: [1, 2]}}", "ascending positive integers"),
-        ("forces: {schedule: {kind: step, at: [3], to: [1, 2]}}", "one value for each of the 1 places"),
+        ("forces: {schedule: {kind: step, at: [3], to: [1, 2]}}", "one value for each of the 1 positions"),
         ("forces: {schedule: {to: 1, begin: 5, end: 5}}", "larger than task.forces.schedule.begin"),
     ],
 )

@@ -182,7 +182,7 @@ def test_default_task_follows_the_labels():
 
 
 def test_a_target_without_labels_is_refused():
-    with pytest.raises(ForgefieldError, match=r"task\.stress is on"):
+    with pytest.raises(ForgefieldError, match=r"task\.stress is set"):
         require_labels(make_task().names, {"energy": 1, "forces": 1, "stress": 0}, "training")
 
 

@@ -230,7 +230,7 @@ def test_a_config_of_ours_trains_tests_predicts_and_calculates(tmp_path, capsys)
 @pytest.mark.parametrize(
     ("changes", "said"),
     [
-        ({"task": {"energy": {}}}, "gives dipole, atomic_dipole and no energy; write task: {dipole: {}}"),
+        ({"task": {"energy": {}}}, "predicts dipole, atomic_dipole and no energy; write task: {dipole: {}}"),
         ({"task": {"gap": {}}, "data__labels__fields__gap": {"shape": [2]}}, "task.gap: the fitting network of this model"),
         ({"task__dipole__normalise": "none"}, "task.dipole.normalise does not apply: it is part of model.fitting_net"),
         ({"task__dipole__reduce": "mean"}, "task.dipole.reduce does not apply"),
@@ -256,8 +256,8 @@ def test_a_model_that_starts_from_such_a_run_is_checked_alike(tmp_path):
             {"model__heads": {"dipole": {}}},
             "model.heads does not apply: the fitting network of this model predicts dipole",
         ),
-        ({"task": {"energy": {}}}, "gives dipole, atomic_dipole and no energy; write task: {dipole: {}}"),
-        ({"task": None}, "gives dipole, atomic_dipole and no energy; write task: {dipole: {}}"),
+        ({"task": {"energy": {}}}, "predicts dipole, atomic_dipole and no energy; write task: {dipole: {}}"),
+        ({"task": None}, "predicts dipole, atomic_dipole and no energy; write task: {dipole: {}}"),
         ({"task__dipole__normalise": "none"}, "task.dipole.normalise does not apply"),
         ({"task__dipole__reduce": "mean"}, "task.dipole.reduce does not apply"),
     ]

@@ -178,7 +178,9 @@ def test_a_validation_frame_without_a_parameter_is_refused(tmp_path):
     config = tiny_config(tmp_path) | {"model": model}
     config["data"] |= {name: str(tmp_path / f"{name}.extxyz") for name in ("train", "val")}
     config["data"] |= {"labels": {"fields": {"fparam": {"shape": [1]}}}}
-    with pytest.raises(ForgefieldError, match=r"reads fparam, and .*val.extxyz, frame 2 of data.val does not have it"):
+    with pytest.raises(
+        ForgefieldError, match=r"needs fparam as an input, but .*val.extxyz, frame 2 of data.val does not have it"
+    ):
         train_only(config)
 
 

@@ -205,8 +205,8 @@ def test_an_evaluation_moves_copies_always_alike(tmp_path):
 @pytest.mark.parametrize(
     ("task", "sentence"),
     [
-        ({"gap": {"kind": "vector"}}, r"task\.gap\.kind=vector: gap has the shape \[\], and a vector has \[3\]"),
-        ({"alpha": {"kind": "vector"}}, r"alpha has the shape \[3, 3\], and a vector has \[3\]"),
+        ({"gap": {"kind": "vector"}}, r"task\.gap\.kind=vector: gap has the shape \[\], but a vector has \[3\]"),
+        ({"alpha": {"kind": "vector"}}, r"alpha has the shape \[3, 3\], but a vector has \[3\]"),
         (
             {"skew": {"kind": "symmetric"}},
             r"task\.skew\.kind=symmetric: labels of data\.train differ from their transposes",

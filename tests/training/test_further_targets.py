@@ -276,8 +276,8 @@ def test_interrupted_run_of_classes_equals_uninterrupted_run(tmp_path, monkeypat
 @pytest.mark.parametrize(
     ("task", "sentence"),
     [
-        ({"kind": {"classes": 3}}, r"frame \d+: its kind is 5, and task\.kind\.classes has 0, 1, 2; correct the label"),
-        ({"kind": {"classes": [1, 2]}}, r"its kind is 5, and task\.kind\.classes has 1, 2"),
+        ({"kind": {"classes": 3}}, r"frame \d+: its kind is 5, but task\.kind\.classes has 0, 1, 2; correct the label"),
+        ({"kind": {"classes": [1, 2]}}, r"its kind is 5, but task\.kind\.classes has 1, 2"),
         ({"same": {"classes": "auto"}}, r"all training frames have the label 1, so there is nothing to classify"),
         ({"moduli": {"classes": 3}}, r"a class is one number, but moduli has the shape \[3\]"),
         ({"kind": {"classes": 1}}, r"'task\.kind\.classes' is a number above 1, a list of different labels, or auto"),

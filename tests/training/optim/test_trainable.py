@@ -185,7 +185,10 @@ def test_what_a_run_with_low_rank_changes_writes_is_a_plain_model(folder):
         ({"freeze": ["modle.*"]}, r"training\.freeze: no trained parameter of the model matches 'modle\.\*'"),
         ({"freeze": ["*"]}, r"training\.freeze matches every parameter"),
         ({"lr_groups": {"head": 2.0}}, r"training\.lr_groups: no trained parameter .* matches 'head'.*heads"),
-        ({"lr_groups": {"model.*": 0.0}}, r"a positive factor of training\.lr; to exclude parameters from the training, use"),
+        (
+            {"lr_groups": {"model.*": 0.0}},
+            r"a positive factor of training\.lr; to exclude parameters from the training, use",
+        ),
         (
             {"lr_groups": {"*": 0.5, "model.*": 0.1}},
             r"training\.lr_groups\.model\.\*: everything that it matches is matched",
