@@ -34,6 +34,7 @@ VERBS = {
     "select": ("select", "choose structures of a pool to compute next: where the model is unsure"),
     "md": ("md", "molecular dynamics with a trained model, continued exactly after an interruption"),
     "relax": ("relax", "relax structures, and their cells, with a trained model"),
+    "learn": ("learn", "active learning: explore, select, label, train and repeat, resumable at any stage"),
     "evaluate": ("evaluate", "test the physics: elastic constants, phonons, stability, liquids, next to a reference"),
     "check": ("check", "check symmetry, exact derivatives and smoothness of your model on your data"),
     "data": ("data", "inspect data, convert it to a store, select a small sample"),
@@ -123,8 +124,8 @@ def _dispatch(words: list[str]) -> int:
     module = importlib.import_module(f"forgefield.cli.{name}")
     parser = Parser(prog=f"forgefield {verb}", description=module.__doc__ or description)
     module.add_arguments(parser)
-    parse = getattr(module, "parse", Parser.parse)
-    return module.run(parse(parser, words[1:]))
+    parse = vars(module).get("parse", Parser.parse)
+    return int(module.run(parse(parser, words[1:])))
 
 
 TOGETHER = ("train", "test", "bench", "lammps")

@@ -25,8 +25,8 @@ from forgefield.models.potential import Potential
 from forgefield.models.predictor import head_key
 from forgefield.models.registry import ARCHITECTURES
 from forgefield.models.resolving import (
+    DIRECT,
     HEADS,
-    OWN,
     PREDICTS,
     REFERENCES,
     branch_names,
@@ -94,7 +94,7 @@ def transfer(
     trust: whether `source` and `section` may name code that is not Forgefield's.
     """
     resolved = copy.deepcopy(dict(source))
-    if (resolved.get(PREDICTS) or {}).get(OWN):
+    if (resolved.get(PREDICTS) or {}).get(DIRECT):
         return _transfer_direct(resolved, config, data)
     before = resolved.pop(PREDICTS, None) or {"energy": True, HEADS: {}}
     options = check_heads(config.model.get(HEADS)) if HEADS not in source else {}
