@@ -9,7 +9,7 @@ from ase.calculators.emt import EMT
 
 from forgefield.trust.loop.label import label_structures
 from forgefield.trust.loop.options import LabelOptions
-from tests.trust.test_learning import command, structures
+from tests.support.labelling import command, structures
 
 
 def test_jobs_label_structures_and_are_found_again_after_an_interruption(slurm, tmp_path):

@@ -8,6 +8,7 @@ import sys
 from pathlib import Path
 
 import ase.io
+from ase.build import bulk
 from ase.calculators.calculator import all_changes
 from ase.calculators.emt import EMT
 from ase.calculators.singlepoint import SinglePointCalculator
@@ -46,6 +47,23 @@ def label_file(source: str, target: str) -> None:
             stream.write(f"{atoms.info['label_id']}\n")
     ase.io.write(target, images, format="extxyz")
     sys.exit(0 if len(images) == len(ase.io.read(source, index=":")) else 1)
+
+
+def structures(n: int, *, gold: tuple[int, ...] = ()) -> list:
+    """Shaken copper cells; those with an index in `gold` start with a gold atom."""
+    frames = []
+    for index in range(n):
+        atoms = bulk("Cu", a=3.6, cubic=True)
+        atoms.rattle(0.1, seed=index)
+        if index in gold:
+            atoms.symbols[0] = "Au"
+        frames.append(atoms)
+    return frames
+
+
+def command() -> str:
+    """A command that labels with `label_file`."""
+    return f"PYTHONPATH={Path(__file__).parents[2]} {sys.executable} -m tests.support.labelling {{input}} {{output}}"
 
 
 if __name__ == "__main__":
