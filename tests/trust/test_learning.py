@@ -20,7 +20,7 @@ from forgefield.runs import Run
 from forgefield.trust.loop.label import label_structures
 from forgefield.trust.loop.options import LabelOptions, load_loop
 from tests.support.emt_run import kill_when, start_command
-from tests.support.labelling import command, structures
+from tests.support.labelling import copper_structures, label_command
 
 
 def write_loop(folder: Path, **changes) -> Path:
@@ -154,8 +154,8 @@ def test_a_loop_ends_when_no_structure_exceeds_the_threshold(tmp_path, monkeypat
 
 
 def test_commands_label_in_jobs_and_are_not_repeated(tmp_path, monkeypatch):
-    options = LabelOptions(command=command(), frames_per_job=3)
-    frames, messages = structures(5, gold=(1,)), []
+    options = LabelOptions(command=label_command(), frames_per_job=3)
+    frames, messages = copper_structures(5, gold=(1,)), []
     labelled, failed = label_structures(frames, options, tmp_path / "labels", notify=messages.append)
     assert list(failed) == [1]
     assert "exit code 1" in failed[1]
@@ -193,7 +193,7 @@ def test_wrong_options_are_refused_with_their_place(tmp_path, changes, message):
 
 
 def test_labels_with_too_large_forces_are_set_aside(tmp_path):
-    frames = structures(2)
+    frames = copper_structures(2)
     frames[1].positions[1] = frames[1].positions[0] + [1.0, 0, 0]
     options = LabelOptions(calculator="ase.calculators.emt.EMT", max_force=10.0)
     labelled, failed = label_structures(frames, options, tmp_path / "labels", notify=lambda text: None)
