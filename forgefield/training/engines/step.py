@@ -172,7 +172,10 @@ class StepFunction:
     @contextmanager
     def _kernels(self, storage: str) -> Iterator[None]:
         enabled = self.derivative == "kernels"
-        with execution(kernels=enabled, knots=self.knots, storage=storage, c_code=self.c_code), self.edge_setting():
+        with (
+            execution(kernels=enabled, knots=self.knots, storage=storage, c_code=self.may_use_c_code),
+            self.edge_setting(),
+        ):
             yield
 
     def edge_setting(self) -> AbstractContextManager[object]:
