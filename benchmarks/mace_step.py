@@ -3,8 +3,8 @@
     python benchmarks/mace_step.py [--channels 128] [--max-l 1] [--peer PYTHON]
 
 PYTHON is the interpreter of an environment with mace-torch 0.3.16 (which pins e3nn 0.4.4). 81 atoms of water, cutoff 5 A,
-max_ell 3, correlation 3, two layers, radial MLP 3x64, full basis of polynomials, float32, one thread. A step is energy, forces and the
-gradients of a loss of both; the smallest CPU time of three is printed.
+max_ell 3, correlation 3, two layers, radial MLP 3x64, full basis of polynomials, float32, one thread. A step is energy, forces
+and the gradients of a loss of both; the smallest CPU time of three is printed.
 """
 
 from __future__ import annotations

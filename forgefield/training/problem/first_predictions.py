@@ -20,7 +20,7 @@ from forgefield.errors import ForgefieldError
 from forgefield.models.building import build_model
 from forgefield.models.potential import Potential
 from forgefield.models.resolving import HEADS, PREDICTS, branch_names
-from forgefield.training.problem.model_options import batches_of_frames, spread
+from forgefield.training.problem.model_options import batches_of_frames, evenly_spaced
 
 N_FRAMES = 8
 _LARGEST = {"float64": 1e-9, "float32": 1e-3}
@@ -58,7 +58,7 @@ def compare_first_predictions(first: FirstModel, potential: Potential, train: Gr
     potential.eval()
     energy = forces = largest = 0.0
     compared = 0
-    for row in spread(len(train), 8 * N_FRAMES):
+    for row in evenly_spaced(len(train), 8 * N_FRAMES):
         batch = next(iter(batches_of_frames(train, np.array([row]), potential.cutoff)))
         if compared == N_FRAMES or int(batch["species"].max()) >= len(source.species):
             continue
