@@ -88,10 +88,10 @@ def check_keys(values: Mapping[str, Any], sources: Sources, *, variables: Sequen
 
 def declared_fields(values: Mapping[str, Any]) -> list[str] | None:
     """Names of the fields in `data.labels.fields`, or None where it says nothing."""
-    found: object = values
+    value: object = values
     for part in ("data", "labels", "fields"):
-        found = found.get(part) if isinstance(found, Mapping) else None
-    return [str(name) for name in found] if isinstance(found, Mapping) else None
+        value = value.get(part) if isinstance(value, Mapping) else None
+    return [str(name) for name in value] if isinstance(value, Mapping) else None
 
 
 def refuse_lists(content: Mapping[str, Any], sources: Sources) -> None:
@@ -147,7 +147,7 @@ def stored_config(values: Mapping[str, Any], sources: Sources) -> Config:
 
 def _with_known_keys(values: Mapping[str, Any], cls: type) -> dict[str, Any]:
     """The plain values of a section without those that the section does not have."""
-    known: dict[str, Any] = {}
+    supported: dict[str, Any] = {}
     for name, kind in field_types(cls).items():
         if name not in values:
             continue
@@ -158,8 +158,8 @@ def _with_known_keys(values: Mapping[str, Any], cls: type) -> dict[str, Any]:
         elif of_each is not None and isinstance(value, Mapping):
             sections = {key: item for key, item in value.items() if isinstance(item, Mapping)}
             value = {key: _with_known_keys(item, of_each) for key, item in sections.items()}
-        known[name] = value
-    return known
+        supported[name] = value
+    return supported
 
 
 def check_values(config: Config, sources: Sources) -> None:
@@ -254,19 +254,19 @@ def _hint(parts: list[str], depth: int, siblings: list[str]) -> str:
     close = nearest(word, siblings)
     elsewhere = [key for key in schema_keys() if key.rpartition(".")[2] == word]
     if close is not None and close.lower() == word.lower():
-        found = prefix + close
+        match = prefix + close
     elif word in KEYS:
-        found = KEYS[word]
+        match = KEYS[word]
     elif len(elsewhere) == 1:
-        found = elsewhere[0]
+        match = elsewhere[0]
     elif close is not None:
-        found = prefix + close
+        match = prefix + close
     elif parts[0] != "trainer" and word in trainer_keys():
-        found = f"trainer.{word}"
+        match = f"trainer.{word}"
     else:
-        found = ""
-    if found:
-        return f" Did you mean '{found}'?"
+        match = ""
+    if match:
+        return f" Did you mean '{match}'?"
     section = f"'{prefix[:-1]}' has" if prefix else "Valid are"
     return f" {section}: {', '.join(siblings)}."
 

@@ -81,11 +81,11 @@ class Change:
 
 def config_diff(old: Config, new: Config) -> list[Change]:
     """All settings that differ, in the order of the new config. A setting left out counts as its default."""
-    given = as_dict(new)
-    defaults = _all_defaults(points=has_points(given))
+    values = as_dict(new)
+    defaults = _all_defaults(points=has_points(values))
     return [
         Change(key, before, after, meaning=not _harmless(key))
-        for key, before, after in _differences(as_dict(old), given, defaults, "")
+        for key, before, after in _differences(as_dict(old), values, defaults, "")
     ]
 
 

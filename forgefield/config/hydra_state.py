@@ -30,7 +30,7 @@ def hydra_for(folder: Path, content: dict[str, Any]) -> Iterator[None]:
 
     with _one_at_a_time:
         instance, repo = GlobalHydra.instance(), ConfigStore.instance().repo
-        hydra, own = instance.hydra, repo["hydra"]["config.yaml"]
+        hydra, settings = instance.hydra, repo["hydra"]["config.yaml"]
         instance.clear()
         try:
             repo["hydra"]["config.yaml"] = _settings_without_files()
@@ -42,7 +42,7 @@ def hydra_for(folder: Path, content: dict[str, Any]) -> Iterator[None]:
         finally:
             GlobalHydra.instance().clear()
             GlobalHydra.instance().hydra = hydra
-            repo["hydra"]["config.yaml"] = own
+            repo["hydra"]["config.yaml"] = settings
             for name in (ENTRY, DEFAULTS, USER):
                 repo.pop(f"{name}.yaml", None)
 

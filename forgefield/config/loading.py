@@ -142,8 +142,8 @@ def override_keys(overrides: Sequence[str]) -> list[str]:
 def require_training_data(config: Config, file: str | Path | None = None) -> None:
     """Refuse a config that names no data to train on. (An imported model's config has none, and that is fine.)"""
     if config.data.train in (None, []):
-        place = f"{file}: " if file is not None else ""
-        raise ForgefieldError(f"{place}'data.train' is missing: name the file, folder or pattern to train on.")
+        prefix = f"{file}: " if file is not None else ""
+        raise ForgefieldError(f"{prefix}'data.train' is missing: name the file, folder or pattern to train on.")
 
 
 def preset_path(name: str) -> Path:
@@ -199,7 +199,7 @@ def _compose(content: dict[str, Any], overrides: list[str], sources: Sources, fo
             else:
                 _note_main(sources)
             refuse_lists(content, sources)
-            if sources.given("hydra"):
+            if sources.in_files("hydra"):
                 raise ForgefieldError(
                     f"{sources.where('hydra')}: 'hydra' settings have no effect in Forgefield; leave them out."
                 )
@@ -287,7 +287,7 @@ def _lines(item: Override, content: Mapping[str, Any], sources: Sources, groups:
     """
     line, lines = _prefixed(item, content, sources), []
     for key in _replaced(item):
-        if item.is_add() and (sources.given(key) or _in(content, key)):
+        if item.is_add() and (sources.in_files(key) or _in(content, key)):
             raise ForgefieldError(
                 f"command line ('{item.input_line}'): the config gives '{key}' already; leave out the + to replace it."
             )
@@ -314,8 +314,8 @@ def _replaced(item: Override) -> list[str]:
 
 def _emptying(section: str, content: Mapping[str, Any], sources: Sources) -> list[str]:
     """Overrides that leave nothing in a section that is a config group, too: those cannot be set to null in Hydra."""
-    given = [*sources.places, *(name for name, _ in sources.overrides)]
-    names = {name.split(".")[1] for name in given if name.startswith(f"{section}.")}
+    keys = [*sources.places, *(name for name, _ in sources.overrides)]
+    names = {name.split(".")[1] for name in keys if name.startswith(f"{section}.")}
     inside = content.get(section)
     names |= set(map(str, inside)) if isinstance(inside, Mapping) else set()
     # Set and then removed: what is not there, or is null, cannot be removed.
@@ -325,10 +325,10 @@ def _emptying(section: str, content: Mapping[str, Any], sources: Sources) -> lis
 def _prefixed(item: Override, content: Mapping[str, Any], sources: Sources) -> str:
     """An override as Hydra needs it: the schema's keys can be set whether the file mentions them or not."""
     key, text = str(item.key_or_group), str(item.input_line)
-    is_variable = key.partition(".")[0] not in schema_keys() and sources.given(key)
+    is_variable = key.partition(".")[0] not in schema_keys() and sources.in_files(key)
     if not is_variable:
         fields = declared_fields(content)
-        if fields is None and sources.given("data.labels.fields"):  # in another file; judged when all are together
+        if fields is None and sources.in_files("data.labels.fields"):  # in another file; judged when all are together
             fields = key.split(".")[1:2]
         points = has_points(content) or sources.explicit("data.points")
         hint = unknown_key(key, fields, points=points)
@@ -337,18 +337,18 @@ def _prefixed(item: Override, content: Mapping[str, Any], sources: Sources) -> s
                 hint = did_you_mean(key, content) or hint
             raise ForgefieldError(f"command line ('{text}'): unknown key '{key}'.{hint}")
     if item.is_delete():
-        if not sources.given(key) and not _in(content, key):
+        if not sources.in_files(key) and not _in(content, key):
             raise ForgefieldError(
                 f"command line ('{text}'): the config does not give '{key}', so there is nothing to remove; "
                 f"'{key}=null' turns an optional setting off."
             )
         return text
-    if key.startswith("task.") and not sources.given("task") and not isinstance(content.get("task"), Mapping):
+    if key.startswith("task.") and not sources.in_files("task") and not isinstance(content.get("task"), Mapping):
         raise ForgefieldError(
             f"command line ('{text}'): the config has no 'task' section, so the data decides what is trained; "
             "to change that give all of it, as in 'task={energy: {weight: 1}, forces: {weight: 10}}'."
         )
-    if item.is_add() and (sources.given(key) or _in(content, key)):
+    if item.is_add() and (sources.in_files(key) or _in(content, key)):
         return text
     return text if is_variable or item.is_force_add() else f"++{text.lstrip('+')}"
 
@@ -367,7 +367,7 @@ def _defaults(content: Mapping[str, Any], sources: Sources) -> dict[str, Any]:
     # Left open, so that a list or a mapping in the wrong place gets a sentence of ours and not a merge error.
     defaults["trainer"] = defaults["callbacks"] = None
     named = sources.explicit("model.name") or sources.explicit("model.from")
-    if content.get("model") is not None or sources.given("model") or named:
+    if content.get("model") is not None or sources.in_files("model") or named:
         defaults["model"] = None
     elif has_points(content) or sources.explicit("data.points"):
         defaults["model"] = {"name": "ldos"}
@@ -386,8 +386,8 @@ def _composition_error(error: Exception, overrides: Sequence[str], sources: Sour
     if cause is not None and str(cause) and str(cause) not in detail:
         detail += f" ({first_line(cause)})"
     guilty = next((f"command line ('{text}')" for text in overrides if text in detail), None)
-    place = guilty or (str(sources.main) if sources.main is not None else "config")
-    return ForgefieldError(f"{place}: {detail.replace(USER, str(sources.main or 'config')).rstrip('.')}.")
+    where = guilty or (str(sources.main) if sources.main is not None else "config")
+    return ForgefieldError(f"{where}: {detail.replace(USER, str(sources.main or 'config')).rstrip('.')}.")
 
 
 def _yaml_error(error: yaml.YAMLError) -> ForgefieldError:
@@ -406,22 +406,22 @@ def _yaml_error(error: yaml.YAMLError) -> ForgefieldError:
 
 def _variables(composed: Mapping[str, Any], texts: Sequence[str], sources: Sources) -> list[str]:
     """Top-level keys of the user's own: plain values that an interpolation in `texts` refers to."""
-    known = {key for key in schema_keys() if "." not in key}
-    found = []
+    sections = {key for key in schema_keys() if "." not in key}
+    variables = []
     for key, value in composed.items():
-        if key in known or isinstance(value, Mapping):
+        if key in sections or isinstance(value, Mapping):
             continue
         reference = re.compile(
             r"\$\{\s*(oc\.(select|dict\.keys|dict\.values):\s*)?\.*" + re.escape(key) + r"\s*[.}\[,]"
         )
         if any(reference.search(text) for text in texts):
-            found.append(key)
+            variables.append(key)
         else:
             hint = unknown_key(key) or ""
             raise ForgefieldError(
                 f"{sources.where(key)}: unknown key '{key}'.{hint} (A variable of your own must be used: ${{{key}}}.)"
             )
-    return found
+    return variables
 
 
 def _texts(value: object) -> Iterator[str]:
@@ -462,8 +462,8 @@ def _why(error: OmegaConfBaseException, config: DictConfig) -> str:
         return f"refers to '{name}', which the config does not have{_aside(name, keys)}"
     if isinstance(error, UnsupportedInterpolationType):
         name = message.rpartition(" ")[2]
-        known = [*RESOLVERS, "oc.env", "oc.select", "oc.decode", "oc.create", "oc.dict.keys", "oc.dict.values"]
-        hint = _aside(name, known) or f" (known: {', '.join(known)})"
+        resolvers = [*RESOLVERS, "oc.env", "oc.select", "oc.decode", "oc.create", "oc.dict.keys", "oc.dict.values"]
+        hint = _aside(name, resolvers) or f" (known: {', '.join(resolvers)})"
         return f"uses the unknown resolver '{name}'{hint}"
     return f"cannot be resolved: {message}"
 

@@ -59,13 +59,13 @@ class Sources:
             for name, below in value.items():
                 self.add_override(f"{key}.{name}", below, text)
 
-    def given(self, key: str) -> bool:
+    def in_files(self, key: str) -> bool:
         """Whether a file holds this key or one below it."""
         return any(_within(name, key) for name in self.places)
 
     def explicit(self, key: str) -> bool:
         """Whether the user wrote this key or one below it, in a file or as an override."""
-        return self.given(key) or any(_within(name, key) for name, _ in self.overrides)
+        return self.in_files(key) or any(_within(name, key) for name, _ in self.overrides)
 
     def where(self, key: str) -> str:
         """The place to name in a message about `key`: the override or line that set it, or the nearest one above."""

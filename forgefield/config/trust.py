@@ -44,10 +44,10 @@ class Trust:
         """
         if self.allowed:
             return
-        found = "" if folder is None else f", found in {folder} when it was written"
+        location = "" if folder is None else f", found in {folder} when it was written"
         raise ForgefieldError(
-            f"{where}: {self.source} names {path}{found}. It is not part of Forgefield, and importing it executes its code. If "
-            f"you trust where the file and that code come from, allow it: {HOW_TO_ALLOW}."
+            f"{where}: {self.source} names {path}{location}. It is not part of Forgefield, and importing it executes its code. "
+            f"If you trust where the file and that code come from, allow it: {HOW_TO_ALLOW}."
         )
 
 

@@ -34,7 +34,7 @@ def translate_learning_rate(section: Section | None, file: object, steps: int | 
 def _own_options(section: Section, kind: str) -> dict[str, Any]:
     if kind == "exp":
         options = {
-            "decay_steps": section.whole("decay_steps", 5000, at_least=1),
+            "decay_steps": section.integer("decay_steps", 5000, at_least=1),
             "decay_rate": section.number("decay_rate", above=0, at_most=1),
             "smooth": section.flag("smooth") or None,
         }
@@ -61,7 +61,7 @@ def _last_rate(section: Section, start: float, kind: str) -> dict[str, Any]:
 
 
 def _warm_up(section: Section, steps: int | None) -> dict[str, Any]:
-    length = section.whole("warmup_steps", at_least=0) or None
+    length = section.integer("warmup_steps", at_least=0) or None
     ratio = section.number("warmup_ratio", at_least=0, below=1)
     factor = section.number("warmup_start_factor", at_least=0, at_most=1) or None
     if length is not None and ratio is not None:

@@ -35,18 +35,18 @@ OPTIMISER = {
 
 def updated(values: Mapping[str, Any], file: Path) -> dict[str, Any]:
     """The input with everything where the present version has it."""
-    found = {key: dict(value) if isinstance(value, Mapping) else value for key, value in values.items()}
-    training = found.get("training")
+    content = {key: dict(value) if isinstance(value, Mapping) else value for key, value in values.items()}
+    training = content.get("training")
     if not isinstance(training, dict):
-        return found
+        return content
     if "systems" in training:
-        _from_version_1(found, training, file)
-    _move(found, training, {name: name for name in WARM_UP}, "learning_rate", file)
-    _move(found, training, OPTIMISER, "optimizer", file)
-    return found
+        _from_version_1(content, training, file)
+    _move(content, training, {name: name for name in WARM_UP}, "learning_rate", file)
+    _move(content, training, OPTIMISER, "optimizer", file)
+    return content
 
 
-def _from_version_1(found: dict[str, Any], training: dict[str, Any], file: Path) -> None:
+def _from_version_1(content: dict[str, Any], training: dict[str, Any], file: Path) -> None:
     if "training_data" in training:
         raise ForgefieldError(
             f"{file}: 'training.systems' is the form of DeePMD-kit 1 and 'training.training_data' that of 2 and 3; keep one."
@@ -55,8 +55,8 @@ def _from_version_1(found: dict[str, Any], training: dict[str, Any], file: Path)
     if "sys_prob" in data:
         data["sys_probs"] = data.pop("sys_prob")
     training["training_data"] = data
-    if isinstance(found.get("learning_rate"), dict):
-        _give_last_rate(found["learning_rate"], training.get("stop_batch", training.get("numb_steps")))
+    if isinstance(content.get("learning_rate"), dict):
+        _give_last_rate(content["learning_rate"], training.get("stop_batch", training.get("numb_steps")))
 
 
 def _give_last_rate(rate: dict[str, Any], steps: object) -> None:
@@ -68,14 +68,14 @@ def _give_last_rate(rate: dict[str, Any], steps: object) -> None:
         del rate["decay_rate"]
 
 
-def _move(found: dict[str, Any], training: dict[str, Any], names: dict[str, str], section: str, file: Path) -> None:
+def _move(content: dict[str, Any], training: dict[str, Any], names: dict[str, str], section: str, file: Path) -> None:
     moved = {new: training.pop(old) for old, new in names.items() if old in training}
     if not moved:
         return
-    target = found.get(section) or {}
+    target = content.get(section) or {}
     if not isinstance(target, Mapping):
         return  # which is refused soon
     for name in moved:
         if name in target:
             raise ForgefieldError(f"{file}: '{section}.{name}' is also given in 'training', its old place; keep one.")
-    found[section] = {**target, **moved}
+    content[section] = {**target, **moved}

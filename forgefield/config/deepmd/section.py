@@ -32,7 +32,7 @@ class Section:
         if not isinstance(values, Mapping):
             raise ForgefieldError(f"{file}: '{key}' is a section (a mapping of keys), not {values!r:.60}.")
         self._left = {str(name): value for name, value in values.items() if not str(name).startswith("_")}
-        self._known: dict[str, None] = {}
+        self._names: dict[str, None] = {}
         self._written: dict[str, str] = {}
 
     def names(self) -> list[str]:
@@ -47,23 +47,23 @@ class Section:
 
     def take(self, name: str, default: object = None, *, also: Sequence[str] = ()) -> Any:
         """The value of a key, as it is. also: other names that DeePMD-kit accepts for it."""
-        self._known |= dict.fromkeys((name, *also))
-        given = [alias for alias in (name, *also) if self._left.get(alias) is not None]
-        if len(given) > 1:
+        self._names |= dict.fromkeys((name, *also))
+        aliases_set = [alias for alias in (name, *also) if self._left.get(alias) is not None]
+        if len(aliases_set) > 1:
             raise ForgefieldError(
-                f"{self.file}: '{self.path(given[0])}' and '{self.path(given[1])}' are two names of one key."
+                f"{self.file}: '{self.path(aliases_set[0])}' and '{self.path(aliases_set[1])}' are two names of one key."
             )
         for alias in (name, *also):
-            if alias in self._left and alias not in given:
+            if alias in self._left and alias not in aliases_set:
                 del self._left[alias]
-        if given:
-            self._written[name] = given[0]
-            return self._left.pop(given[0])
+        if aliases_set:
+            self._written[name] = aliases_set[0]
+            return self._left.pop(aliases_set[0])
         if default is MISSING:
             raise ForgefieldError(f"{self.file}: '{self.path(name)}' is missing.")
         return default
 
-    def whole(
+    def integer(
         self, name: str, default: object = None, *, at_least: int | None = None, also: Sequence[str] = ()
     ) -> int | Any:
         """A whole number."""
@@ -139,9 +139,9 @@ class Section:
     def finish(self) -> None:
         """Refuse whatever nobody took."""
         for name in self._left:
-            known = list(self._known)
+            names = list(self._names)
             where = f"'{self.key}' has" if self.key else "an input has"
-            hint = did_you_mean(name, known) or f" DeePMD-kit's {where}: {', '.join(known)}."
+            hint = did_you_mean(name, names) or f" DeePMD-kit's {where}: {', '.join(names)}."
             raise ForgefieldError(f"{self.file}: unknown key '{self.path(name)}'.{hint}")
 
     # --- messages

@@ -39,7 +39,7 @@ class Pairs(NamedTuple):
     squares: np.ndarray
     """(n_pairs,) squared lengths, A^2."""
 
-    def kept(self, keep: np.ndarray) -> Pairs:
+    def select(self, keep: np.ndarray) -> Pairs:
         """Those where `keep` (n_pairs,) is true."""
         return Pairs(*(column[keep] for column in self))
 
@@ -75,7 +75,7 @@ def neighbour_pairs(
     squares = squared_lengths(edge_vectors(positions, cell, source, destination, shifts))
     pairs = Pairs(source, destination, shifts, squares)
     keep = squares <= cutoff**2
-    return pairs if keep.all() else pairs.kept(keep)
+    return pairs if keep.all() else pairs.select(keep)
 
 
 def edge_vectors(
@@ -107,9 +107,9 @@ def both_directions(pairs: Pairs, n_atoms: int) -> tuple[np.ndarray, np.ndarray,
     destination = np.concatenate([pairs.destination, pairs.source])
     shifts = np.concatenate([pairs.shifts, -pairs.shifts])
     order = _sorting(source, destination, shifts, n_atoms)
-    place = np.empty_like(order)
-    place[order] = np.arange(2 * n_pairs)
-    reverse = place[np.where(order < n_pairs, order + n_pairs, order - n_pairs)]
+    position = np.empty_like(order)
+    position[order] = np.arange(2 * n_pairs)
+    reverse = position[np.where(order < n_pairs, order + n_pairs, order - n_pairs)]
     return source[order], destination[order], shifts.take(order, axis=0), reverse
 
 
@@ -306,7 +306,7 @@ def _isolations_of_atoms(pairs: Pairs, n_atoms: int, cutoff: float) -> np.ndarra
 
 def _within_pair_radius(pairs: Pairs, isolated: np.ndarray, cutoff: float, limit: float) -> Pairs:
     radii = pair_radii(isolated[pairs.destination], isolated[pairs.source], cutoff, limit)
-    return pairs.kept((pairs.squares < radii * radii) | (pairs.squares <= cutoff**2))
+    return pairs.select((pairs.squares < radii * radii) | (pairs.squares <= cutoff**2))
 
 
 def _nearest(destination: np.ndarray, squares: np.ndarray, count: int) -> np.ndarray:

@@ -118,9 +118,9 @@ def point_clouds(batch: Batch) -> tuple[Tensor, Tensor, Tensor]:
     """
     n_atoms, frame = batch["n_atoms"], batch["frame"]
     n_frames, most = n_atoms.shape[0], int(n_atoms.max()) if n_atoms.numel() else 0
-    place = torch.arange(frame.shape[0], device=frame.device) - (n_atoms.cumsum(0) - n_atoms).index_select(0, frame)
-    positions = batch["positions"].new_zeros(n_frames, most, 3).index_put((frame, place), batch["positions"])
-    species = batch["species"].new_full((n_frames, most), PADDING).index_put((frame, place), batch["species"])
+    slot = torch.arange(frame.shape[0], device=frame.device) - (n_atoms.cumsum(0) - n_atoms).index_select(0, frame)
+    positions = batch["positions"].new_zeros(n_frames, most, 3).index_put((frame, slot), batch["positions"])
+    species = batch["species"].new_full((n_frames, most), PADDING).index_put((frame, slot), batch["species"])
     mask = torch.arange(most, device=frame.device) < n_atoms.unsqueeze(1)
     return positions, species, mask
 

@@ -55,11 +55,11 @@ def read_extxyz(path: Path, start: int = 0, stop: int | None = None) -> Iterator
     """Frames start to stop of `path`, in order; one frame at a time is in memory."""
     index, offset, number = 0, 0, 0
     if start:
-        known = xyz_index(path)
-        if known is not None:
-            if start >= len(known.offsets):
+        frame_index = xyz_index(path)
+        if frame_index is not None:
+            if start >= len(frame_index.offsets):
                 return
-            index, offset, number = start, int(known.offsets[start]), int(known.lines[start])
+            index, offset, number = start, int(frame_index.offsets[start]), int(frame_index.lines[start])
     lines, size = text_lines(path, offset), os.stat(path).st_size
     while stop is None or index < stop:
         count_line = next(lines, None)
@@ -187,8 +187,8 @@ def _parsed(word: str, kind: str, name: str, where: str, line: int) -> Any:
             return value
     except (ValueError, KeyError):
         pass
-    wanted = {"R": "a number", "I": "an integer", "L": "T or F"}[kind]
-    raise ForgefieldError(f"{where}: line {line}: {word!r:.40} in column {name!r} is not {wanted}")
+    expected = {"R": "a number", "I": "an integer", "L": "T or F"}[kind]
+    raise ForgefieldError(f"{where}: line {line}: {word!r:.40} in column {name!r} is not {expected}")
 
 
 def _fast_table(body: list[str], columns: list[tuple[str, str, int]]) -> dict[str, Any] | None:
@@ -244,24 +244,24 @@ def _flat_numbers(values: object) -> list[float]:
 
 def _numbers(arrays: dict[str, Any], where: str) -> np.ndarray:
     """Atomic numbers from the column of symbols or that of numbers. Where there are both, they must agree."""
-    given = [_whole(arrays.pop(name), name, where) for name in _NUMBER_COLUMNS if name in arrays]
+    candidates = [_whole(arrays.pop(name), name, where) for name in _NUMBER_COLUMNS if name in arrays]
     if "species" in arrays:
         words = arrays.pop("species")
         words = list(map(str, words.tolist())) if isinstance(words, np.ndarray) else words
         number_of = {word: _atomic_number(word, where) for word in set(words)}
-        given.append(np.array([number_of[word] for word in words], dtype=np.int64))
-    if not given:
+        candidates.append(np.array([number_of[word] for word in words], dtype=np.int64))
+    if not candidates:
         raise ForgefieldError(
             f"{where}: its Properties name no column 'species' and no 'Z', so its elements are unknown"
         )
-    for other in given[1:]:
-        if not np.array_equal(given[0], other):
-            atom = int(np.flatnonzero(given[0] != other)[0])
+    for other in candidates[1:]:
+        if not np.array_equal(candidates[0], other):
+            atom = int(np.flatnonzero(candidates[0] != other)[0])
             raise ForgefieldError(
-                f"{where}: its columns of elements disagree: atom {atom} is {given[0][atom]} in one and {other[atom]} in "
+                f"{where}: its columns of elements disagree: atom {atom} is {candidates[0][atom]} in one and {other[atom]} in "
                 "another; keep one column"
             )
-    return given[0]
+    return candidates[0]
 
 
 def _whole(values: object, name: str, where: str) -> np.ndarray:

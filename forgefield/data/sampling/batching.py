@@ -32,30 +32,31 @@ def training_budget(options: DataOptions) -> Budget:
 
 def _frames_by_source(options: DataOptions) -> list[int] | None:
     """Frames of a batch of each source, where `data.batch.by_source` gives them."""
-    given = options.batch.by_source
-    return None if isinstance(given, bool) else list(given)
+    by_source = options.batch.by_source
+    return None if isinstance(by_source, bool) else list(by_source)
 
 
 def evaluation_budget(options: DataOptions) -> Budget:
     """What `data.eval_batch` says, else twice what `data.batch` says. No frame is too large to be measured."""
-    given, sizes = options.eval_batch, _frames_by_source(options)
-    if given is None:
-        found = training_budget(options) if sizes is None else Budget("frames", min(sizes))
-        found = replace(found, size=MORE_IN_EVALUATION * found.size)
-    elif isinstance(given, Mapping):
-        if given.get("oversized", "alone") != "alone":
+    eval_batch, sizes = options.eval_batch, _frames_by_source(options)
+    if eval_batch is None:
+        budget = training_budget(options) if sizes is None else Budget("frames", min(sizes))
+        budget = replace(budget, size=MORE_IN_EVALUATION * budget.size)
+    elif isinstance(eval_batch, Mapping):
+        if eval_batch.get("oversized", "alone") != "alone":
             raise ForgefieldError(
-                f"data.eval_batch.oversized={given['oversized']}: no frame is left out of validation and test; leave it out"
+                f"data.eval_batch.oversized={eval_batch['oversized']}: no frame is left out of validation and test; "
+                "leave it out"
             )
-        found = _budget(given, "data.eval_batch")
+        budget = _budget(eval_batch, "data.eval_batch")
     else:
-        found = _budget({"frames": given}, "data.eval_batch")
-    return Budget(found.kind, found.size, "alone", found.setting, found.bound)
+        budget = _budget({"frames": eval_batch}, "data.eval_batch")
+    return Budget(budget.kind, budget.size, "alone", budget.setting, budget.bound)
 
 
-def _budget(given: object, setting: str) -> Budget:
+def _budget(batch: object, setting: str) -> Budget:
     names = (*KINDS, "oversized", "bound")
-    values = dict(given) if isinstance(given, Mapping) else {name: getattr(given, name) for name in names}
+    values = dict(batch) if isinstance(batch, Mapping) else {name: getattr(batch, name) for name in names}
     for name in ("by_source", "points"):  # not what a budget of frames counts
         values.pop(name, None)
     unknown = set(values) - set(names)
@@ -134,17 +135,17 @@ def _chances(rule: str | Sequence[float] | None, sizes: np.ndarray, systems: Sys
     return chances
 
 
-def _sampling(given: object) -> tuple[Any, int | None, Any]:
+def _sampling(sampling: object) -> tuple[Any, int | None, Any]:
     """Rule, number of draws of an epoch, and probabilities of branches."""
-    if not isinstance(given, Mapping):
-        return given, None, None
-    unknown = set(given) - {"rule", "frames", "branches"}
+    if not isinstance(sampling, Mapping):
+        return sampling, None, None
+    unknown = set(sampling) - {"rule", "frames", "branches"}
     if unknown:
         raise ForgefieldError(f"data.sampling.{sorted(unknown)[0]} is not known; it takes rule, frames and branches")
-    draws = given.get("frames")
+    draws = sampling.get("frames")
     if draws is not None and (isinstance(draws, bool) or not isinstance(draws, int) or draws < 1):
         raise ForgefieldError(f"data.sampling.frames={draws!r} should be a number of frames, at least 1")
-    return given.get("rule") or "size", draws, given.get("branches")
+    return sampling.get("rule") or "size", draws, sampling.get("branches")
 
 
 def batch_threads(options: DataOptions, on_gpu: bool) -> int:

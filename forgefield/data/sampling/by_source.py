@@ -120,8 +120,8 @@ class SourceBatches:
     def _cut(self, order: np.ndarray) -> np.ndarray:
         """Where batches begin among the rows sorted by source and put into this order, ascending."""
         frames = self._frames[self._source]
-        place = np.arange(len(order)) - self._first[self._source]
-        begins = [np.flatnonzero((frames > 0) & (place % np.maximum(frames, 1) == 0))]
+        position = np.arange(len(order)) - self._first[self._source]
+        begins = [np.flatnonzero((frames > 0) & (position % np.maximum(frames, 1) == 0))]
         for source in np.flatnonzero(self._frames == 0):
             first, end = self._first[source], self._ends[source]
             begins.append(first + StepPlan(self._costs[order[first:end]], self.budget).bounds[:-1])

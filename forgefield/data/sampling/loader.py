@@ -153,14 +153,14 @@ class FrameLoader:
         n_edges = self.dataset.n_edges
         if n_edges is None:
             return np.empty((0, 3), dtype=np.int64)
-        found: list[tuple[int, int, int]] = []
+        sizes: list[tuple[int, int, int]] = []
         for epoch in range(epochs):
             rows, plan = self._planned_epoch(epoch)
-            for step in range(min(len(plan), at_most - len(found))):
+            for step in range(min(len(plan), at_most - len(sizes))):
                 mine = rows[plan.share(step, self.rank)]
                 if len(mine):
-                    found.append((len(mine), self.dataset.n_atoms[mine].sum(), n_edges[mine].sum()))
-        return np.array(found, dtype=np.int64).reshape(-1, 3)
+                    sizes.append((len(mine), self.dataset.n_atoms[mine].sum(), n_edges[mine].sum()))
+        return np.array(sizes, dtype=np.int64).reshape(-1, 3)
 
     def _rest_of_epoch(self) -> tuple[int, EpochPlan]:
         """Number of the first batch and the plan from there on: the whole epoch, unless `start_at` said otherwise."""

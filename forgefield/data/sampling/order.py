@@ -209,14 +209,14 @@ def _unknown(where: str) -> ForgefieldError:
 
 def _share_column(shares: Sequence[float | None], n: int) -> np.ndarray:
     """Explicit shares with NaN where there is none, (n,)."""
-    given = [share is not None for share in shares]
+    is_set = [share is not None for share in shares]
     column = _numbers([share if share is not None else 0.0 for share in shares], n, "share")
     if (column < 0).any():
         at = int(np.flatnonzero(column < 0)[0])
         raise ForgefieldError(
             f"share={column[at]:g} of system {at} (counted from 0) is negative; it should be 0 or more"
         )
-    return np.where(given, column, np.nan)
+    return np.where(is_set, column, np.nan)
 
 
 def _numbers(values: Sequence[float], n: int, setting: str) -> np.ndarray:
@@ -236,19 +236,19 @@ def _number(value: float) -> float:
     return float(value)
 
 
-def _divide(given: np.ndarray, weights: np.ndarray, setting: str) -> np.ndarray:
+def _divide(shares: np.ndarray, weights: np.ndarray, setting: str) -> np.ndarray:
     """Probabilities as given; where that is NaN, the rest in proportion to `weights`."""
-    open_ = np.isnan(given)
+    open_ = np.isnan(shares)
     if not open_.any():
-        return _normalised(given, setting)
-    taken = given[~open_].sum()
+        return _normalised(shares, setting)
+    taken = shares[~open_].sum()
     if taken >= 1 - 1e-8:
         raise ForgefieldError(
             f"{setting}: the probabilities given add up to {taken:.6g} and leave nothing for the {open_.sum()} systems "
             "without one; they should add up to less than 1"
         )
     rest = _normalised(np.where(open_, weights, 0.0), setting)
-    return np.where(open_, (1 - taken) * rest, given)
+    return np.where(open_, (1 - taken) * rest, shares)
 
 
 def _normalised(weights: np.ndarray, setting: str) -> np.ndarray:

@@ -158,8 +158,8 @@ def columns_of(
     for name in (*OPTIONAL, *fields):
         if np.isnan(arrays[name]).all():
             del arrays[name]
-    known: Mapping[str, Field] = {**FIELDS, **fields}
-    return {name: np.ascontiguousarray(array, dtype=known[name].dtype) for name, array in arrays.items()}
+    all_fields: Mapping[str, Field] = {**FIELDS, **fields}
+    return {name: np.ascontiguousarray(array, dtype=all_fields[name].dtype) for name, array in arrays.items()}
 
 
 def offsets(counts: np.ndarray) -> np.ndarray:
@@ -171,13 +171,13 @@ def _components(arrays: dict[str, np.ndarray], n_atoms: np.ndarray) -> dict[str,
     """Per frame and species: how many atoms, and the sum of their squared force components."""
     frame = np.repeat(np.arange(len(n_atoms)), n_atoms)
     forces = arrays["forces"]
-    key, place = np.unique(frame * 256 + arrays["numbers"], return_inverse=True)
-    squares = np.bincount(place, weights=(forces**2).sum(axis=1), minlength=len(key))
+    key, component = np.unique(frame * 256 + arrays["numbers"], return_inverse=True)
+    squares = np.bincount(component, weights=(forces**2).sum(axis=1), minlength=len(key))
     first = offsets(n_atoms)[:-1]
     largest = np.maximum.reduceat(np.abs(forces).max(axis=1), first)
     return {
         "element": key % 256,
-        "element_count": np.bincount(place, minlength=len(key)),
+        "element_count": np.bincount(component, minlength=len(key)),
         "force_squares": squares,
         "first_component": offsets(np.bincount(key // 256, minlength=len(n_atoms))),
         "max_force": largest,

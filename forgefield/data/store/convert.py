@@ -99,13 +99,13 @@ def convert(
     )
     files = spec if _are_files(spec) else source_files(spec)
     refuse_settings_for_stores(files, labels, units)
-    asked = LabelReader(labels, units).asked
-    fields = [] if asked is None else [("data.labels.fields", asked)]
+    requested = LabelReader(labels, units).requested
+    fields = [] if requested is None else [("data.labels.fields", requested)]
     for file in files:
         if is_store(file.path):
             store = open_store(file.path)
             store.verify()  # damage must not be passed on with fresh hashes
-            fields.append((str(file.path), select_fields(file.path, store.fields, asked)))
+            fields.append((str(file.path), select_fields(file.path, store.fields, requested)))
     settings = Settings(labels, units, graph, merge_fields(*fields))
     parts = _divide([unit for file in files for unit in units_of(file)])
     with _being_written(target) as partial:
@@ -174,7 +174,7 @@ def refuse_settings_for_stores(files: Sequence[SourceFile], labels: LabelOptions
 def _being_written(target: Path) -> Iterator[Path]:
     """The folder that becomes `target`, held by one process. Bad data leaves nothing there, an interrupt what is done."""
     partial = target.with_name(target.name + ".partial")
-    kept = f"what is done is kept in {partial}: run the same command again, or delete that folder"
+    advice = f"what is done is kept in {partial}: run the same command again, or delete that folder"
     _refuse_foreign(partial)
     try:
         partial.mkdir(parents=True, exist_ok=True)
@@ -190,13 +190,13 @@ def _being_written(target: Path) -> Iterator[Path]:
         raise ForgefieldError(f"{target} is being written by another process") from None
     except BrokenProcessPool as error:
         raise ForgefieldError(
-            f"{target}: a process that converted a part of it was ended from outside, often for lack of memory; {kept}, "
+            f"{target}: a process that converted a part of it was ended from outside, often for lack of memory; {advice}, "
             "with fewer workers"
         ) from error
     except OSError as error:
-        raise ForgefieldError(f"{target} could not be written ({error.strerror or error}); {kept}") from error
+        raise ForgefieldError(f"{target} could not be written ({error.strerror or error}); {advice}") from error
     except SourceUnreadable as error:
-        raise SourceUnreadable(f"{error}; {kept}") from error
+        raise SourceUnreadable(f"{error}; {advice}") from error
     except ForgefieldError as error:
         if not isinstance(error.__cause__, OSError):  # the data has to be mended, and then all is done anew
             shutil.rmtree(partial, ignore_errors=True)
@@ -225,8 +225,8 @@ def units_of(file: SourceFile) -> list[Unit]:
 def frames_in(units: Iterable[Unit]) -> int | None:
     """How many frames they hold; None where a format does not tell."""
     counts = [unit.expected for unit in units]
-    known = [count for count in counts if count is not None]
-    return sum(known) if len(known) == len(counts) else None
+    numbers = [count for count in counts if count is not None]
+    return sum(numbers) if len(numbers) == len(counts) else None
 
 
 def _are_files(spec: object) -> TypeGuard[list[SourceFile]]:
@@ -363,7 +363,7 @@ def _finish(partial: Path, n_parts: int, spec: object, settings: Settings) -> di
         statistics.merge(PartStatistics.from_dict(part.pop("statistics")))
     reader.finish(", ".join(file.name for file in spec) if _are_files(spec) else str(spec))
     columns = {name for part in parts for name in part["columns"]}
-    known = {**FIELDS, **EDGE_FIELDS, **settings.fields}
+    all_fields = {**FIELDS, **EDGE_FIELDS, **settings.fields}
     manifest: dict[str, Any] = {
         "format": FORMAT,
         "version": VERSION,
@@ -371,7 +371,7 @@ def _finish(partial: Path, n_parts: int, spec: object, settings: Settings) -> di
         "n_frames": sum(part["n_frames"] for part in parts),
         "n_atoms": sum(part["n_atoms"] for part in parts),
         "n_edges": sum(part["n_edges"] for part in parts) if settings.graph is not None else None,
-        "fields": {name: asdict(field) for name, field in known.items() if name in columns},
+        "fields": {name: asdict(field) for name, field in all_fields.items() if name in columns},
         "graph": None if settings.graph is None else asdict(settings.graph),
         "statistics": statistics.to_dict(),
         "parts": parts,

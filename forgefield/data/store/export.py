@@ -112,7 +112,7 @@ def _ase_atoms(frame: Frame) -> tuple[Any, dict[str, Any]]:
         results["forces"] = frame.forces
     if frame.stress is not None:
         if np.array_equal(frame.stress, frame.stress.T):
-            results["stress"] = np.array([frame.stress[place] for place in VOIGT])
+            results["stress"] = np.array([frame.stress[component] for component in VOIGT])
         else:
             more["stress"] = frame.stress.reshape(-1).tolist()
     if results:

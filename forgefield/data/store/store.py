@@ -120,12 +120,12 @@ class ColumnFile:
         self.row_bytes = int(np.prod(field.shape, dtype=np.int64)) * self.dtype.itemsize
         self.rows = size // self.row_bytes
         try:
-            found = path.stat().st_size
+            n_bytes = path.stat().st_size
         except OSError:
             raise ForgefieldError(f"{path}: this file of the store is missing; convert the data again") from None
-        if found != size + HEADER:
+        if n_bytes != size + HEADER:
             raise ForgefieldError(
-                f"{path}: the file holds {found} bytes and the manifest says {size + HEADER}: the store is damaged or was "
+                f"{path}: the file holds {n_bytes} bytes and the manifest says {size + HEADER}: the store is damaged or was "
                 "copied incompletely; copy or convert it again"
             )
 
@@ -151,8 +151,8 @@ class ColumnFile:
         if out.size == 0:
             return
         size, descriptor, view = self.row_bytes, self._descriptor, out.reshape(-1).view(np.uint8).data
-        for place, offset, n in _runs(begins.tolist(), first.tolist(), counts.tolist()):
-            piece, offset = view[place * size : (place + n) * size], HEADER + offset * size
+        for begin, offset, n in _runs(begins.tolist(), first.tolist(), counts.tolist()):
+            piece, offset = view[begin * size : (begin + n) * size], HEADER + offset * size
             while len(piece):
                 try:
                     done = os.preadv(descriptor, [piece], offset)
@@ -206,14 +206,14 @@ def _mapped(path: Path) -> mmap.mmap:
 
 def _runs(begins: list[int], first: list[int], counts: list[int]) -> Iterator[tuple[int, int, int]]:
     """The same three of fewer, longer runs: those that follow each other on both sides joined."""
-    place, start, n = begins[0], first[0], 0
+    target, start, n = begins[0], first[0], 0
     for begin, at, count in zip(begins, first, counts):
-        if begin == place + n and at == start + n:
+        if begin == target + n and at == start + n:
             n += count
         else:
-            yield place, start, n
-            place, start, n = begin, at, count
-    yield place, start, n
+            yield target, start, n
+            target, start, n = begin, at, count
+    yield target, start, n
 
 
 class StoreColumns(Columns):
@@ -224,7 +224,7 @@ class StoreColumns(Columns):
 
     def __init__(self, folder: Path, part: PartEntry, graph: GraphOptions | None, fields: Fields | None = None) -> None:
         self.graph, self.fields, self.origin = graph, fields or {}, str(folder.resolve())
-        self._known = {**ALL_FIELDS, **self.fields}
+        self._all_fields = {**ALL_FIELDS, **self.fields}
         try:
             self._n_frames = int(part["n_frames"])
             self.sources = part["sources"]
@@ -232,7 +232,7 @@ class StoreColumns(Columns):
                 raise ValueError(part["name"])
             self._files = {
                 name: ColumnFile(
-                    folder / part["name"] / f"{name}.npy", self._known[name], entry["bytes"], entry["hash"]
+                    folder / part["name"] / f"{name}.npy", self._all_fields[name], entry["bytes"], entry["hash"]
                 )
                 for name, entry in part["columns"].items()
             }
@@ -257,7 +257,7 @@ class StoreColumns(Columns):
             if name not in self._files:
                 raise ValueError(f"{name} is missing")
         for name, file in self._files.items():
-            if file.rows != counts[self._known[name].per]:
+            if file.rows != counts[self._all_fields[name].per]:
                 raise ValueError(f"{name} has {file.rows} values")
 
     @property

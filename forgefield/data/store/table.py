@@ -131,9 +131,9 @@ class RowView:
         out = np.empty((int(ends[-1]) if len(ends) else 0, *field.shape), dtype=field.dtype)
         begins = ends - counts
         for part, places, local in self.located:
-            own, at = (counts, begins) if len(self.located) == 1 else (counts[places], begins[places])
+            n_rows, at = (counts, begins) if len(self.located) == 1 else (counts[places], begins[places])
             if part.has(name):
-                part.columns.copy(name, part.columns.column(offsets)[local], own, out, at)
+                part.columns.copy(name, part.columns.column(offsets)[local], n_rows, out, at)
             else:
                 out[ranges(at, own)] = np.nan
         return out
@@ -237,7 +237,7 @@ class FrameTable(Sequence[Frame]):
     @cached_property
     def components(self) -> Components:
         """Species of all frames. As large as a few columns of numbers per frame."""
-        found: list[tuple[np.ndarray, ...]] = []
+        blocks: list[tuple[np.ndarray, ...]] = []
         for part, places, local in self.located(self._every):
             first = part.columns.column("first_component")
             counts = first[local + 1] - first[local]
@@ -245,11 +245,11 @@ class FrameTable(Sequence[Frame]):
             values = [part.columns.column(name)[entries] for name in ("element", "element_count", "force_squares")]
             if "forces" in part.hidden:
                 values[2] = np.full(len(entries), np.nan)
-            found.append((np.repeat(places, counts), *values))
-        if not found:
+            blocks.append((np.repeat(places, counts), *values))
+        if not blocks:
             empty = np.zeros(0, dtype=np.int64)
             return Components(empty, empty, empty, empty.astype(np.float64))
-        frame, number, count, squares = (np.concatenate(columns) for columns in zip(*found))
+        frame, number, count, squares = (np.concatenate(columns) for columns in zip(*blocks))
         number, count = number.astype(np.int64), count.astype(np.int64)
         if (frame[1:] >= frame[:-1]).all():
             return Components(frame, number, count, squares)
@@ -299,14 +299,14 @@ class FrameTable(Sequence[Frame]):
 
     def frames(self, rows: np.ndarray) -> Iterator[Frame]:
         """Frames of these rows, read together."""
-        found = self.find(rows)
-        counts, ends = found.n_atoms, found.n_atoms.cumsum()
-        positions, numbers, forces = (found.atoms(name) for name in ("positions", "numbers", "forces"))
+        view = self.find(rows)
+        counts, ends = view.n_atoms, view.n_atoms.cumsum()
+        positions, numbers, forces = (view.atoms(name) for name in ("positions", "numbers", "forces"))
         cell, pbc, energy, stress, weight = (
-            found.column(name) for name in ("cell", "pbc", "energy", "stress", "weight")
+            view.column(name) for name in ("cell", "pbc", "energy", "stress", "weight")
         )
         names, indices = self._names(rows), self.column("index", rows)
-        columns = {name: (field.per == "atom", found.field(name)) for name, field in self.fields.items()}
+        columns = {name: (field.per == "atom", view.field(name)) for name, field in self.fields.items()}
         for i, (first, end) in enumerate(zip(ends - counts, ends)):
             fields = {name: values[first:end] if each else values[i] for name, (each, values) in columns.items()}
             fields = {name: np.asarray(value) for name, value in fields.items() if not np.isnan(value).all()}
@@ -342,8 +342,8 @@ class FrameTable(Sequence[Frame]):
         """Source of each of these rows."""
         names = [""] * len(rows)
         for part, places, local in self.located(rows):
-            for place, source in zip(places.tolist(), part.columns.column("source")[local].tolist()):
-                names[place] = part.columns.sources[source]
+            for row, source in zip(places.tolist(), part.columns.column("source")[local].tolist()):
+                names[row] = part.columns.sources[source]
         return names
 
     # ---- all of it
@@ -369,9 +369,9 @@ class FrameTable(Sequence[Frame]):
                     branches.append(part.branch)
             number_of.append(np.array([numbers[key] for key in keys], dtype=np.int64))
         of_frame = np.empty(len(self), dtype=np.int64)
-        place = {id(part.columns): table for part, table in zip(self.parts, number_of)}
+        tables = {id(part.columns): table for part, table in zip(self.parts, number_of)}
         for part, places, local in self.located(self._every):
-            of_frame[places] = place[id(part.columns)][part.columns.column("source")[local]]
+            of_frame[places] = tables[id(part.columns)][part.columns.column("source")[local]]
         return Systems(of_frame, names, shares, branches)
 
     @property
@@ -381,11 +381,11 @@ class FrameTable(Sequence[Frame]):
 
     def branch_of_frame(self, names: Sequence[str | None]) -> np.ndarray:
         """(n_frames,) int64, place of each frame's branch in `names`; -1 where it is none of them."""
-        number = {name: place for place, name in enumerate(names)}
-        found = np.empty(len(self), dtype=np.int64)
+        number = {name: index for index, name in enumerate(names)}
+        branch = np.empty(len(self), dtype=np.int64)
         for part, places, _ in self.located(self._every):
-            found[places] = number.get(part.branch, -1)
-        return found
+            branch[places] = number.get(part.branch, -1)
+        return branch
 
     @cached_property
     def fingerprint(self) -> str:

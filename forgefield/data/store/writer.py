@@ -165,9 +165,11 @@ class PartWriter:
         names = list(FIELDS) + (list(EDGE_FIELDS) if graph is not None else [])
         if graph is not None and graph.max_neighbours is not None:
             names.remove("edge_reverse")
-        known = {**{name: ALL_FIELDS[name] for name in names}, **self.fields}
+        all_fields = {**{name: ALL_FIELDS[name] for name in names}, **self.fields}
         self._optional = (*OPTIONAL, *self.fields)
-        self._columns = {name: _GrowingColumn(self._folder / f"{name}.npy", field) for name, field in known.items()}
+        self._columns = {
+            name: _GrowingColumn(self._folder / f"{name}.npy", field) for name, field in all_fields.items()
+        }
         self._sources: dict[str, int] = {}
         self._ends: dict[str, int] = {}
         """Last entry of each column of offsets."""
