@@ -1,7 +1,7 @@
-"""The checks behind "no option is ignored": keys, types and values of a composed config against the schema.
+"""Checks of a composed config: no key is unknown, and every value has the type and the limits that its option declares.
 
 `unknown_key` answers for one dotted key; `typed_config` turns plain values into a config of the schema's types;
-`check_values` refuses values that have the right type and no meaning. Every message names the place, the key and what
+`check_values` refuses values that have the right type and are not allowed. Every message names the location, the key and what
 would be right.
 """
 
@@ -46,7 +46,7 @@ def unknown_key(key: str, fields: Collection[str] | None = None, *, points: bool
     """None where the schema has this dotted key, else a hint: the nearest valid key, or the valid keys.
 
     fields: of the data, as far as the config names them. Without, any other name in `task` may be one of a store's, unless it
-    looks like one of our own targets. points: whether samples are grid points, whose task is another.
+    resembles the name of a target. points: whether samples are grid points, which have other targets.
     """
     cls: type = Config
     parts = key.split(".")
@@ -76,7 +76,7 @@ def _may_be_field(name: str, fields: Collection[str] | None) -> bool:
 
 
 def check_keys(values: Mapping[str, Any], sources: Sources, *, variables: Sequence[str] = ()) -> None:
-    """Refuse every key that the schema does not have. `variables` are top-level keys of the user's own."""
+    """Refuse every key that the schema does not have. `variables` are top-level keys that the user defines."""
     fields, points = declared_fields(values), has_points(values)
     for key in _paths(values, Config, "", points=points):
         if key in variables:
@@ -87,7 +87,7 @@ def check_keys(values: Mapping[str, Any], sources: Sources, *, variables: Sequen
 
 
 def declared_fields(values: Mapping[str, Any]) -> list[str] | None:
-    """Names of the fields in `data.labels.fields`, or None where it says nothing."""
+    """Names of the fields in `data.labels.fields`, or None if it is not set."""
     value: object = values
     for part in ("data", "labels", "fields"):
         value = value.get(part) if isinstance(value, Mapping) else None
@@ -105,7 +105,7 @@ def refuse_lists(content: Mapping[str, Any], sources: Sources) -> None:
 
 
 def typed_config(values: Mapping[str, Any], sources: Sources) -> Config:
-    """A config of the schema's types, defaults filled in, from plain values whose keys are known to be valid."""
+    """A config from plain values whose keys have been checked; settings that are missing get their defaults."""
     config = Config()
     if "task" in values:
         values = {**values, "task": as_typed(values["task"], points=has_points(values))}

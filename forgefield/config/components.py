@@ -1,9 +1,9 @@
-"""A user's model, loss, callback, logger or optimiser by import path: the only place that imports code which a file names.
+"""A user's model, loss, callback, logger or optimiser by import path: the only module that imports code named in a file.
 
-Every name passes three checks before anything is called: the file may name code at all (`Trust`), the name is found, and it is
-a class of the expected kind, a function whose return annotation says that it makes one, or, for a loss, a function. A missing
+Every name passes three checks before anything is called: the file may name code at all (`Trust`), the name exists, and it is
+a class of the expected kind, a function whose return annotation is such a class, or, for a loss, a function. A missing
 module, a name that is not in it and an unknown option are errors that name the nearest valid one.
-User modules lie in the working directory or next to the config file (`also_look_in`).
+User modules are in the working directory or next to the config file (`also_look_in`).
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ _FOLDERS: list[Path] = []
 
 
 LOOK_IN = "FORGEFIELD_LOOK_IN"
-"""Variable by which a process tells those it starts where the modules named in its config are."""
+"""Environment variable with the folders in which child processes search for modules named in a config."""
 
 
 MOVED = {
@@ -51,7 +51,7 @@ MOVED = {
 
 
 def also_look_in(folder: str | Path) -> None:
-    """From now on, and for the whole process, let `import_class` find modules in `folder` (of a config file) too."""
+    """Let `import_class` also search `folder`, that of a config file, until the process ends."""
     folder = Path(folder).absolute()
     if folder in _FOLDERS:
         _FOLDERS.remove(folder)
@@ -103,7 +103,7 @@ def import_class(
         if inspect.isclass(made) and issubclass(made, kinds):
             return target
         raise ForgefieldError(
-            f"{where}: {path} is a function whose return annotation does not say that it makes a {names}, so it was not "
+            f"{where}: {path} is a function whose return annotation is not {names}, so it was not "
             f"called; write `def {target.__name__}(...) -> {names}:`, or name a class."
         )
     raise ForgefieldError(
@@ -180,12 +180,12 @@ def _described(target: object) -> str:
 def _return_annotation(function: Callable[..., Any]) -> Any:
     try:
         return typing.get_type_hints(function).get("return")
-    except Exception:  # an annotation that names what is not there says nothing
+    except Exception:  # an annotation that names something undefined
         return None
 
 
 def _refuse_code_in_runs(name: str, path: str, run: Path | None) -> None:
-    """Refuse the module `name`, whose parents have been imported, if it lies in `run` or any other run folder."""
+    """Refuse the module `name`, whose parents have been imported, if it is in `run` or any other run folder."""
     if name in sys.modules:
         loaded = sys.modules[name]
         origins = [getattr(loaded, "__file__", None), *getattr(loaded, "__path__", ())]
@@ -208,7 +208,7 @@ def _is_run(folder: Path) -> bool:
 
 
 def user_module_folder(path: str) -> Path | None:
-    """The folder to search for the module of an imported `path`; None where Python finds it without being told."""
+    """The folder to search for the module of an imported `path`; None if Python finds it without that."""
     file = getattr(sys.modules.get(str(path).split(".")[0]), "__file__", None)
     if file is None:
         return None
@@ -246,7 +246,7 @@ def _keywords(target: Callable[..., Any]) -> tuple[list[str], bool]:
     """Names that can be passed by keyword, and whether any name is taken."""
     try:
         parameters = inspect.signature(target).parameters.values()
-    except ValueError:  # some functions written in C do not say what they take; calling them will
+    except ValueError:  # some functions written in C have no signature; calling them checks the arguments
         return [], True
     named = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
     names = [parameter.name for parameter in parameters if parameter.kind in named and parameter.name != "self"]
@@ -254,7 +254,7 @@ def _keywords(target: Callable[..., Any]) -> tuple[list[str], bool]:
 
 
 def _module(name: str, path: str, *, places: Sequence[Path] = (), optional: bool = False) -> ModuleType | None:
-    """Import one module, searched in `places`; `optional` where an attribute of that name would do as well."""
+    """Import one module, searched in `places`. optional: return None if there is none, because it may be an attribute."""
     try:
         return importlib.import_module(name)
     except ModuleNotFoundError as error:
@@ -291,7 +291,7 @@ def _refuse_namesake(name: str, path: str) -> None:
 
 @contextmanager
 def _searching(folders: Sequence[Path]) -> Iterator[None]:
-    """Let imports also look into `folders`, behind everything installed, and tidy up afterwards."""
+    """Inside, imports also search `folders`, after installed packages."""
     added = [str(folder) for folder in folders if str(folder) not in sys.path]
     sys.path.extend(added)
     # A file written a moment ago is otherwise invisible to the import system.

@@ -1,6 +1,6 @@
 """What differs between two configs, and whether a run that continues under the new one would still mean the same.
 
-Only settings that say how long, where and how visibly a run goes may change on resume; everything else would make the
+Only settings of the length, the location and the output of a run may change on resume; everything else would make the
 second half of a run a different experiment.
 """
 
@@ -50,7 +50,7 @@ HARMLESS = (
     "trainer.strategy",
     "trainer.plugins",
     "trainer.default_root_dir",
-    # What is shown and kept.
+    # Output and checkpoints.
     "trainer.logger",
     "trainer.log_every_n_steps",
     "trainer.enable_progress_bar",

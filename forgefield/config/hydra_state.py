@@ -1,4 +1,4 @@
-"""Hydra set up for one composition. It has one state for the whole process, which is the caller's: it is put back."""
+"""Hydra set up for one composition. It has one state per process, which belongs to the caller and is restored."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ def hydra_for(folder: Path, content: dict[str, Any]) -> Iterator[None]:
     """Inside, `ENTRY` can be composed: content over what is stored as `DEFAULTS`, with files of the folder. One thread at a
     time.
 
-    Hydra's own settings (loggers, launchers, help) are not read from its files: they have no effect here, and take longer
-    than all of ours.
+    Settings of Hydra (loggers, launchers, help) are not read from its files: they have no effect here, and take longer
+    than everything else.
     """
     from hydra import initialize_config_dir
     from hydra.core.config_store import ConfigStore

@@ -1,8 +1,8 @@
 """From a YAML file (a DeePMD-kit input, a mapping) and overrides to one checked config.
 
 Hydra composes: `key=value`, `+`, `++`, `~`, defaults lists and config groups in the file's folder mean what they mean
-there. The schema's defaults lie underneath. Afterwards every key, type and value is checked, interpolations are
-resolved and the user's own variables are dropped.
+there. Declared defaults apply to everything else. Afterwards every key, type and value is checked, interpolations are
+resolved and variables that the user defined are removed.
 """
 
 from __future__ import annotations
@@ -71,9 +71,9 @@ WHOLE = (
     "trainer.max_time",
     "model.*",
 )
-"""Settings whose mapping is one value: given as an override, it replaces what is there. Other mappings are merged."""
+"""Settings whose mapping is one value: as an override it replaces the old value. Other mappings are merged."""
 INITIAL_MODEL = {"which": "best", "shifts": "keep"}
-"""Settings of a `model` that is taken from a run, beside `from`: its weights, and whether its energy shifts are fitted."""
+"""Settings of `model.from`, a model that is taken from a run: its weights, and whether its energy shifts are fitted."""
 Source = str | Path | Mapping[str, Any] | Config
 """What a config is read from: a file, plain values, or a loaded config."""
 PRESETS = Path(__file__).parent / "presets"
@@ -88,10 +88,10 @@ def load_config(
     """The checked config of a file, a mapping, or (None) the defaults alone, with `overrides` as on the command line.
 
     All defaults are present, interpolations are resolved, files under `data` are absolute, and `name` is the stem
-    of the file where nothing else is said. From then on the user's own modules are also found next to the file.
+    of the file unless it is set. From then on, user modules are also searched next to the file.
 
     Nothing is imported here, but what a config names is imported when it is used. A file in a run folder is part of the run: it
-    may name code only where `trust_code` allows it, and modules next to it are not found.
+    may name code only where `trust_code` allows it, and modules next to it are not imported.
     """
     register_resolvers()
     sources, content, folder = _read(source)
@@ -129,7 +129,7 @@ def override_config(config: Config, overrides: Sequence[str], *, allowed: Sequen
         if not any(key == name or key.startswith(f"{name}.") for name in allowed):
             hint = "" if unknown_key(key) is None else did_you_mean(key, allowed)
             raise ForgefieldError(
-                f"command line ('{text}'): '{key}' has no meaning for {verb}, which takes {', '.join(allowed)}.{hint}"
+                f"command line ('{text}'): '{key}' does not apply to {verb}, which takes {', '.join(allowed)}.{hint}"
             )
     return load_config(config, overrides)
 
@@ -159,7 +159,7 @@ def preset_path(name: str) -> Path:
 
 
 def _read(source: Source | None) -> tuple[Sources, dict[str, Any], Path]:
-    """Places, content and folder of what the user gave."""
+    """Locations of the keys, content and folder of a source."""
     if source is None:
         return Sources(), {}, Path.cwd()
     if isinstance(source, (str, Path)):
@@ -169,8 +169,8 @@ def _read(source: Source | None) -> tuple[Sources, dict[str, Any], Path]:
             return Sources(main=path, translated=True), translate(content, path), path.absolute().parent
         if path.suffix == ".json":
             raise ForgefieldError(
-                f"{path} is not an input of DeePMD-kit, which has the sections 'model' and 'training', and our own configs are "
-                "YAML; `forgefield init DATA` writes one."
+                f"{path} is not an input of DeePMD-kit, which has the sections 'model' and 'training', and a config of "
+                "Forgefield is YAML; `forgefield init DATA` writes one."
             )
         return Sources(main=path), content, path.absolute().parent
     if isinstance(source, Config):
@@ -262,7 +262,7 @@ def _groups(loader: ConfigLoader, item: Override) -> list[str]:
 
 
 def _note_main(sources: Sources) -> None:
-    """Record the keys of the file that the user named, where they are ours."""
+    """Record the keys of the file that the user named, unless it is an input of another program."""
     if sources.main is not None and not sources.translated:
         sources.add_text(read_text(sources.main), sources.main)
 
@@ -282,8 +282,8 @@ def _note_files(loader: ConfigLoader, groups: list[str], sources: Sources, folde
 
 
 def _lines(item: Override, content: Mapping[str, Any], sources: Sources, groups: Sequence[str]) -> list[str]:
-    """What Hydra is told for one override. Hydra merges mappings; where the result would be a mixture that nobody
-    asked for (the options of one scheduler with the name of another), the old value is taken away first.
+    """The overrides for Hydra that one override becomes. Hydra merges mappings; if the result would be an unintended mixture
+    (the options of one scheduler with the name of another), the old value is removed first.
     """
     line, lines = _prefixed(item, content, sources), []
     for key in _replaced(item):
@@ -296,7 +296,7 @@ def _lines(item: Override, content: Mapping[str, Any], sources: Sources, groups:
 
 
 def _replaced(item: Override) -> list[str]:
-    """Keys whose value an override replaces as a whole, whatever it was."""
+    """Keys whose value an override replaces instead of merging."""
 
     def walk(key: str, value: object) -> Iterator[str]:
         if not isinstance(value, dict):
@@ -364,7 +364,7 @@ def _in(content: object, key: str) -> bool:
 def _defaults(content: Mapping[str, Any], sources: Sources) -> dict[str, Any]:
     """The schema's defaults as plain values. A model that the user names replaces the default model and its options."""
     defaults = deepcopy(_schema_defaults())
-    # Left open, so that a list or a mapping in the wrong place gets a sentence of ours and not a merge error.
+    # Untyped, so that a misplaced list or mapping is reported by Forgefield's checks, not as a merge error of OmegaConf.
     defaults["trainer"] = defaults["callbacks"] = None
     named = sources.explicit("model.name") or sources.explicit("model.from")
     if content.get("model") is not None or sources.in_files("model") or named:
@@ -405,7 +405,7 @@ def _yaml_error(error: yaml.YAMLError) -> ForgefieldError:
 
 
 def _variables(composed: Mapping[str, Any], texts: Sequence[str], sources: Sources) -> list[str]:
-    """Top-level keys of the user's own: plain values that an interpolation in `texts` refers to."""
+    """Top-level keys that the user defined: plain values to which an interpolation in `texts` refers."""
     sections = {key for key in schema_keys() if "." not in key}
     variables = []
     for key, value in composed.items():

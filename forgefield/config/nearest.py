@@ -18,7 +18,7 @@ SHORT, NEAR_SHORT = 4, 0.66
 
 
 def nearest(word: str, candidates: Iterable[str]) -> str | None:
-    """The candidate that looks most like `word`, whatever the case, or None where nothing comes close."""
+    """The candidate that looks most like `word`, ignoring case, or None if nothing comes close."""
     names = [str(candidate) for candidate in candidates]
     folded = [_fold(name) for name in names]
     if _fold(word) in folded:

@@ -28,7 +28,7 @@ LARGEST_SEED = 2**32 - 1
 
 @dataclasses.dataclass(frozen=True)
 class Limits:
-    """What values of an option are allowed, besides its type. Bounds apply to numbers, and to each number of a list."""
+    """Allowed values of an option, in addition to its type. Bounds apply to numbers, and to each number of a list."""
 
     at_least: float | None = None
     above: float | None = None
@@ -40,7 +40,7 @@ class Limits:
     """What is allowed in addition to `choices`: `IMPORT_PATH`, or a description of mappings, which are checked elsewhere."""
     unit: str | None = None
     expected: str | None = None
-    """What messages say is expected. Default: a description of the bounds."""
+    """Description of allowed values in messages. Default: a description of the bounds."""
     details: type | None = None
     """Dataclass that describes the keys of a mapping, or of each entry of a mapping by name, for the reference of options."""
 
@@ -133,7 +133,7 @@ def first_sentence(description: str) -> str:
 
 
 def class_doc(cls: type) -> str | None:
-    """First docstring of the class as one line. (A dataclass without one gets its signature, which says nothing.)"""
+    """First docstring of the class as one line. (A dataclass without one gets its signature.)"""
     text = cls.__doc__
     return None if text is None or text.startswith(f"{cls.__name__}(") else " ".join(text.split())
 

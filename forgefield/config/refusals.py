@@ -1,4 +1,4 @@
-"""The two sentences with which values of settings are refused: not what is expected, and none of the choices."""
+"""Errors for values of settings: not what is expected, and not one of the choices."""
 
 from __future__ import annotations
 

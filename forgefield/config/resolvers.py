@@ -1,6 +1,6 @@
 """Arithmetic inside a config: `${int_div:${total},4}` and `${int_mul:${a},${b}}`.
 
-Both take and give whole numbers only. A batch size of 2.5 frames is an error here, not a surprise later.
+Both take and return integers only. A batch size of 2.5 frames is an error here, not a surprise later.
 """
 
 from __future__ import annotations
@@ -25,14 +25,14 @@ RESOLVERS = {"int_div": int_div, "int_mul": int_mul}
 
 
 def register_resolvers() -> None:
-    """Make the resolvers known to OmegaConf. Calling it again changes nothing."""
+    """Register the resolvers with OmegaConf, once."""
     for name, function in RESOLVERS.items():
         if not OmegaConf.has_resolver(name):
             OmegaConf.register_new_resolver(name, function)
 
 
 def _whole(resolver: str, value: object) -> int:
-    """`value` as an int. Text such as "8" counts, because `oc.env` always gives text."""
+    """`value` as an int. Text such as "8" counts, because `oc.env` always returns text."""
     if isinstance(value, str):
         try:
             return int(value)

@@ -1,7 +1,7 @@
 """Where each setting comes from: a line of a YAML file, or an override on the command line.
 
 YAML files are read here, and syntax errors and keys given twice are refused here. Every later message about a setting
-asks `Sources.where` for its place.
+gets its location from `Sources.where`.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ class Place:
 
 @dataclass
 class Sources:
-    """Places of all keys that were given, by dotted key (`data.batch.frames`, `callbacks.0.name`)."""
+    """Locations of all keys in files and overrides, by dotted key (`data.batch.frames`, `callbacks.0.name`)."""
 
     main: Path | None = None
     places: dict[str, Place] = field(default_factory=dict)
@@ -42,9 +42,9 @@ class Sources:
     scalars: list[str] = field(default_factory=list)
     """Every plain value in the files, as written."""
     missing: set[str] = field(default_factory=set)
-    """Keys whose value is `???`: somebody else has to give it."""
+    """Keys whose value is `???`, which must be overridden."""
     translated: bool = False
-    """`main` is an input of another program: the keys in it are not ours."""
+    """`main` is an input of another program: its keys are not those of a config."""
 
     def add_text(self, text: str, file: Path, package: str = "") -> None:
         """Record the keys of one YAML document that Hydra puts under `package`."""
@@ -60,7 +60,7 @@ class Sources:
                 self.add_override(f"{key}.{name}", below, text)
 
     def in_files(self, key: str) -> bool:
-        """Whether a file holds this key or one below it."""
+        """Whether a file contains this key or one below it."""
         return any(_within(name, key) for name in self.places)
 
     def explicit(self, key: str) -> bool:
@@ -68,7 +68,7 @@ class Sources:
         return self.in_files(key) or any(_within(name, key) for name, _ in self.overrides)
 
     def where(self, key: str) -> str:
-        """The place to name in a message about `key`: the override or line that set it, or the nearest one above."""
+        """The location to name in a message about `key`: the override or line that set it, or the nearest one above."""
         for text in (text for name, text in reversed(self.overrides) if _within(name, key)):
             return f"command line ('{text}')"
         while key and key not in self.places:

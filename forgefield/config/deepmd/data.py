@@ -62,7 +62,7 @@ def _entries(name: str, patterns: list[str] | None, file: Path, species: list[st
     """One entry of `systems`: itself, or the systems below that folder as DeePMD-kit looks for them."""
     root = next((folder / name for folder in (Path.cwd(), file.absolute().parent) if (folder / name).exists()), None)
     if root is None or root.is_file() or root.suffix == ".lmdb":
-        return [name]  # the reader says what is wrong with it, if anything is
+        return [name]  # errors in it are reported by the reader
     looked = (
         root.rglob("type.raw")
         if patterns is None
@@ -91,7 +91,7 @@ def _reads_as_systems(root: Path, systems: list[Path]) -> bool:
 
 
 def _batch(section: Section) -> dict[str, Any]:
-    """Our `data.batch`: frames of one system, except where the rule says otherwise."""
+    """The section `data.batch`: frames of one system, except for rules that mix systems."""
     rule, size = _batch_rule(section)
     if rule == "each":
         return {"by_source": size}
@@ -137,7 +137,7 @@ def _is_size(value: object) -> bool:
 
 
 def _sampling(section: Section) -> Any:
-    """Our `data.sampling`. By size means every frame as often as any other, which is what we do without being told."""
+    """The section `data.sampling`. By size means every frame as often as any other, which is the default."""
     style = section.text("auto_prob", "prob_sys_size", also=ALIASES["auto_prob"])
     chances = section.take("sys_probs", also=ALIASES["sys_probs"])
     if chances is not None:

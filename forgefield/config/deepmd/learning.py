@@ -8,16 +8,16 @@ from forgefield.config.deepmd.section import MISSING, Section
 from forgefield.errors import ForgefieldError
 
 SCHEDULES = {"exp": "exp", "cosine": "cosine_to", "wsd": "wsd"}
-"""DeePMD-kit's name of a schedule -> ours."""
+"""DeePMD-kit's name of a schedule -> Forgefield's."""
 LAST_RATE = 5e-8
-"""What DeePMD-kit decays to without being told."""
+"""Default of DeePMD-kit for the last learning rate."""
 OPTIMISERS = {"Adam": "adam", "AdamW": "adamw"}
 BETAS = (0.9, 0.999)
 OTHER_OPTIMISERS = ("LKF", "AdaMuon", "HybridMuon")
 
 
 def translate_learning_rate(section: Section | None, file: object, steps: int | None) -> dict[str, Any]:
-    """`lr`, `scheduler` and `scale_lr` of our `training` section. steps: of the run, where the input says so."""
+    """`lr`, `scheduler` and `scale_lr` of the section `training`. steps: of the run, if the input sets them."""
     if section is None:
         raise ForgefieldError(f"{file}: 'learning_rate' is missing; it needs at least start_lr.")
     start = section.number("start_lr", MISSING, above=0)

@@ -1,4 +1,4 @@
-"""The `model` section: descriptor and fitting network keep DeePMD-kit's own names; type map and cutoff belong to `data`."""
+"""The `model` section: descriptor and fitting network keep DeePMD-kit's names; type map and cutoff belong to `data`."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ PRECISIONS = {
     "float32": "float32",
     "single": "float32",
 }
-"""What DeePMD-kit calls precisions, as far as there are counterparts; without being told it takes float64."""
+"""DeePMD-kit's names of precisions that Forgefield has; its default is float64."""
 
 NETWORK = ("neuron", "activation_function", "resnet_dt", "trainable", "seed", "precision")
 SE_E2_R = (*NETWORK, "sel", "rcut_smth", "type_one_side", "exclude_types", "env_protection", "set_davg_zero")
@@ -82,14 +82,14 @@ SAID_ELSEWHERE = {
 
 @dataclass(frozen=True)
 class Model:
-    """What the section says. options: of our `model` section. cutoff: A. precision: of the networks."""
+    """A translated section `model`. options: of Forgefield's section `model`. cutoff: A. precision: of the networks."""
 
     options: dict[str, Any]
     species: list[str]
     cutoff: float
     precision: str
     fields: dict[str, Any]
-    """Further values that the network reads from the data (`data.labels.fields`)."""
+    """Additional values that the network reads from the data (`data.labels.fields`)."""
 
     @property
     def fitting(self) -> dict[str, Any]:
@@ -228,7 +228,7 @@ def _set_values(section: Section, names: tuple[str, ...]) -> dict[str, Any]:
 
 
 def _value(section: Section, name: str) -> Any:
-    """The value of an option, of the kind that it should be; None where it is not given."""
+    """The value of an option, with its type checked; None if it is not set."""
     also = ALIASES.get(name, ())
     if name in FLAGS:
         return section.flag(name, None, also=also)
@@ -245,7 +245,7 @@ def _value(section: Section, name: str) -> Any:
 
 
 def _agree_on_precision(descriptor: dict[str, Any], fitting: dict[str, Any]) -> str:
-    """One precision for the training where both parts have the same; else they keep what they were given."""
+    """One precision for the training if both networks have the same; else each keeps its setting."""
     first, second = (PRECISIONS[part.pop("precision", "default")] for part in (descriptor, fitting))
     if first == second:
         return first

@@ -1,6 +1,6 @@
 """Inputs of earlier versions of DeePMD-kit, in the form of the present one.
 
-Version 1 named the data in `training` itself and gave a decay rate; 3.1 had warm-up and optimiser in `training`. Nothing is
+Version 1 named the data in `training` itself and gave a decay rate; 3.1 had warm-up and optimiser in `training`. Values are not
 changed in place.
 """
 
@@ -60,7 +60,7 @@ def _from_version_1(content: dict[str, Any], training: dict[str, Any], file: Pat
 
 
 def _give_last_rate(rate: dict[str, Any], steps: object) -> None:
-    """A decay rate that held for the whole run is the same curve as the last rate it leads to."""
+    """A constant decay rate gives the same curve as the last learning rate that it leads to."""
     numbers: list[Any] = [rate.get("start_lr"), rate.get("decay_rate"), steps, rate.get("decay_steps", 5000)]
     if all(is_number(number) and number > 0 for number in numbers):
         first, decay, length, every = numbers

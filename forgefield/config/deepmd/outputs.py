@@ -1,4 +1,4 @@
-"""Losses of the fitting networks beside the energy: `tensor`, `dos` and `property` of the `loss` section.
+"""Losses of fitting networks for quantities other than the energy: `tensor`, `dos` and `property` of the `loss` section.
 
 DeePMD-kit's terms, N atoms in a frame; means are over frames (atoms) and components, s is the deviation of the labels:
 

@@ -41,7 +41,7 @@ def refuse_epochs_of_draws(section: Section, length: dict[str, int], data: dict[
 
 
 def translate_run(section: Section, length: dict[str, int], learnt: OutputTask, *, validates: bool) -> dict[str, Any]:
-    """Our `training`, `trainer` and `callbacks` as far as the section says them, `seed` included. learnt: what is trained."""
+    """The sections `training`, `trainer` and `callbacks`, and `seed`, from the input. learnt: what is trained."""
     task = learnt.task
     seed = section.integer("seed", 0)
     every = section.integer("disp_freq", 1000, at_least=1)
@@ -145,7 +145,7 @@ def _tensorboard(section: Section) -> tuple[int, int | None]:
 
 
 def _without_effect(section: Section) -> None:
-    """Keys whose effect is had anyway."""
+    """Keys that Forgefield does not need."""
     section.note("stat_file", "statistics are kept by themselves, for any run with the same data.")
     mode = section.choice("stat_file_mode", "update", ("update", "read"))
     if mode == "read":

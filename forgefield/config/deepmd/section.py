@@ -1,6 +1,6 @@
 """A section of a DeePMD-kit input while it is translated: every key is taken, refused with a reason, or unknown.
 
-Whoever takes a value says what it should be; whatever nobody took is an error at `finish`. So no key is ever ignored, and
+A value is checked when it is taken; keys that were not taken are an error at `finish`. So no key is ever ignored, and
 every message names the file, the key and what would be right.
 """
 
@@ -17,13 +17,13 @@ from forgefield.errors import ForgefieldError
 
 LARGEST = sys.float_info.max
 MISSING: Any = object()
-"""Default of a key that must be given."""
+"""Default of a required key."""
 
 
 class Section:
-    """One mapping of the input. key: its dotted name, empty for the whole file. notes: what the user should know, by key.
+    """One mapping of the input. key: its dotted name, empty for the file. notes: messages for the user, by key.
 
-    Keys that begin with `_` are comments. A value of null is no value.
+    Keys that begin with `_` are comments. A value of null counts as missing.
     """
 
     def __init__(self, values: object, file: Path, key: str = "", notes: dict[str, str] | None = None) -> None:
@@ -36,7 +36,7 @@ class Section:
         self._written: dict[str, str] = {}
 
     def names(self) -> list[str]:
-        """The keys that nobody has taken yet, in their order."""
+        """The keys that were not taken yet, in their order."""
         return list(self._left)
 
     def written(self, name: str) -> str:
@@ -131,13 +131,13 @@ class Section:
             raise self.refused(name, f"is {value!r:.60}, but {why}")
 
     def note(self, name: str, text: str, *, unless: Collection[Any] = ()) -> None:
-        """Take a key whose effect is had anyway, or in another way; say how, unless it has one of these values."""
+        """Take a key that has no setting in Forgefield, and note `text` unless it has one of these values."""
         value = self.take(name)
         if value is not None and value not in unless:
             self.notes[self.path(name)] = text
 
     def finish(self) -> None:
-        """Refuse whatever nobody took."""
+        """Refuse keys that were not taken."""
         for name in self._left:
             names = list(self._names)
             where = f"'{self.key}' has" if self.key else "an input has"

@@ -1,6 +1,6 @@
 """Inputs with several models at once (`model_dict`, `loss_dict`, `data_dict`): branches of one model with a common descriptor.
 
-What several of them share is named in `shared_dict`. Each branch is translated like an input of its own; then they are put
+What several of them share is named in `shared_dict`. Each branch is translated like a separate input; then they are put
 together, and what cannot be put together is refused.
 """
 
@@ -20,7 +20,7 @@ SHARED = ("type_map", "descriptor", "fitting_net")
 
 
 class Shared:
-    """What `shared_dict` holds, and which branch uses what of it."""
+    """The content of `shared_dict`, and which branch uses what of it."""
 
     def __init__(self, section: Section | None, file: Path) -> None:
         self.file = file
@@ -58,7 +58,7 @@ class Shared:
 
 
 class Branches:
-    """A multi-task input, branch by branch. model, training: sections of the input, whole: all of it."""
+    """A multi-task input, branch by branch. model, training: sections of the input. root: the input."""
 
     def __init__(self, root: Section, model: Section, training: Section) -> None:
         self.root, self.training, self.file = root, training, root.file

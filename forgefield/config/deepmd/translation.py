@@ -1,7 +1,7 @@
 """From a DeePMD-kit input to a Forgefield config of the same run.
 
-Every key of DeePMD-kit's schema is translated, is without effect for a reason that `Translation.notes` tells, or is refused
-with that reason. The config holds plain values and can be written down, changed and trained like any other.
+Every key of DeePMD-kit's schema is translated, has no effect for a reason in `Translation.notes`, or is refused
+with that reason. The config consists of plain values and can be stored, changed and trained like any other.
 """
 
 from __future__ import annotations
@@ -32,10 +32,10 @@ from forgefield.errors import ForgefieldError
 from forgefield.untrusted.documents import load_json
 
 COMMENTS = {
-    "model": "The network, with DeePMD-kit's own names; its rcut is data.cutoff, its type_map data.species.",
+    "model": "The network, with DeePMD-kit's names; its rcut is data.cutoff, its type_map data.species.",
     "trainer.max_steps": "Optimiser steps.",
     "trainer.val_check_interval": "Steps between two validations; each is over all validation frames.",
-    "trainer.check_val_every_n_epoch": "Validations are counted in steps, whatever the epoch.",
+    "trainer.check_val_every_n_epoch": "Validations are counted in steps, not in epochs.",
     "callbacks": "The learning curve as DeePMD-kit writes it, a row for each validation.",
 }
 """Comments on settings in a converted config."""

@@ -57,7 +57,7 @@ class Budget:
             raise ForgefieldError(f"{self.setting}.bound is for a number of atoms or edges, and frames are given")
         if self.bound == "lower" and self.oversized == "skip":
             raise ForgefieldError(
-                f"{self.setting}.oversized=skip has no meaning for a lower bound; leave one of them out"
+                f"{self.setting}.oversized=skip does not apply to a lower bound; leave one of them out"
             )
 
     @property

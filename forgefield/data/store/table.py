@@ -135,7 +135,7 @@ class RowView:
             if part.has(name):
                 part.columns.copy(name, part.columns.column(offsets)[local], n_rows, out, at)
             else:
-                out[ranges(at, own)] = np.nan
+                out[ranges(at, n_rows)] = np.nan
         return out
 
 

@@ -279,7 +279,7 @@ def test_budgets_that_make_no_sense_are_refused():
         Budget("atoms", 3, bound="least")
     with pytest.raises(ForgefieldError, match=r"data\.batch\.bound is for a number of atoms or edges"):
         Budget("frames", 3, bound="lower")
-    with pytest.raises(ForgefieldError, match=r"data\.batch\.oversized=skip has no meaning for a lower bound"):
+    with pytest.raises(ForgefieldError, match=r"data\.batch\.oversized=skip does not apply to a lower bound"):
         Budget("atoms", 3, "skip", bound="lower")
     for size in (0, -3, 2.5, True, "8"):
         with pytest.raises(ForgefieldError, match=r"data\.batch\.edges is .*at least one edge"):
