@@ -1,6 +1,6 @@
-"""The fields of `data.labels.fields`, checked: what they may be called and what can be said about each.
+"""The fields of `data.labels.fields`: their names and options, and the checks of both.
 
-A field is a further value of frames or atoms. It is a column of the data and a key of the batch under its own name, so it
+A field is an additional value of frames or atoms. It is a column of the data and a key of the batch under its name, so it
 cannot be called like one that is there already.
 """
 
@@ -53,9 +53,9 @@ class FieldOptions:
 
 
 def field_options(values: object, where: Callable[[str], str] = lambda key: "") -> dict[str, FieldOptions]:
-    """Name -> what is said about it, from a mapping {name: {...}, name: frame|atom}; None is none at all.
+    """Options of each field by name, from a mapping {name: {...}, name: frame|atom}; empty for None.
 
-    place: what messages about a dotted key begin with.
+    where: returns the beginning of messages about a dotted key.
     """
     if values is None:
         return {}

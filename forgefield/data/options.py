@@ -22,7 +22,7 @@ from forgefield.ldos.options import PointsOptions
 _NOT_NAMES = ("index", "paths", "file", "files", "weight", "share", "branch", "type_map")
 """Names of test sets that are slips for other keys."""
 DEFAULT_POINTS = 1000
-"""Grid points per batch where the config does not give a number."""
+"""Grid points per batch if the config does not set a number."""
 
 
 @dataclass

@@ -38,7 +38,7 @@ class Splits:
     train: FrameTable
     val: FrameTable
     tests: dict[str, FrameTable]
-    """By the name of their results: `test`, or `test-NAME` where they have names."""
+    """By the name of their results: `test`, or `test-NAME` for named sets."""
     description: str
     label_hints: dict[str, str] = field(default_factory=dict)
     """For labels: a sentence on values of the training files that may be them under another name."""
@@ -100,7 +100,7 @@ def resolve_splits(
 ) -> Splits:
     """Read all sources of `options` and divide them.
 
-    progress: told about frames that are converted on the way. keep_species: a random split leaves every species in training;
+    progress: called while frames are converted. keep_species: a random split leaves every species in training;
     False for runs that were started before it did.
     """
     if options.train is None:
@@ -157,7 +157,7 @@ def graph_options(options: DataOptions) -> GraphOptions:
 
 
 def is_lazy(options: DataOptions) -> bool | None:
-    """Whether data stays on disk, as `data.lazy` says; None: stores do, files do not."""
+    """Whether data stays on disk, from `data.lazy`; None: stores do, files do not."""
     if options.lazy in (True, False):
         return bool(options.lazy)
     if options.lazy in ("auto", None):
@@ -253,7 +253,7 @@ def _refuse_shared_files(options: DataOptions, requested: dict[str, Any], kinds:
 
 
 def _setting(split: str) -> str:
-    """The setting that gives a split: `data.test.300K` of `test-300K`."""
+    """The setting of a split: `data.test.300K` of `test-300K`."""
     return f"data.{split.replace('-', '.', 1)}"
 
 
@@ -290,14 +290,14 @@ def _index_file(text: str, setting: str) -> np.ndarray:
 
 
 def representative_rows(table: FrameTable, n: int) -> np.ndarray:
-    """(n,) rows, ascending, chosen without chance.
+    """(n,) rows, ascending; the same data gives the same rows.
 
-    Compositions get places in proportion to their frames, at least one each if there are enough places, else those that bring
-    species not yet seen come first. Within a composition frames are taken evenly over the range of energies per atom (of
-    forces, where there are no energies).
+    Frames are assigned to compositions in proportion to their size, at least one each if n is large enough; else compositions
+    with new species come first. Within a composition, frames are taken evenly over the range of energies per atom, or of
+    forces if there are no energies.
     """
     if n < 1:
-        raise ForgefieldError(f"{n} frames were asked for; it should be at least 1")
+        raise ForgefieldError(f"{n} frames were requested; it should be at least 1")
     if n >= len(table):
         return np.arange(len(table))
     composition, species = _compositions(table)
@@ -333,7 +333,7 @@ def _range_value(table: FrameTable) -> np.ndarray:
 
 
 def _places(sizes: np.ndarray, n: int) -> np.ndarray:
-    """Places of each composition, at least one and at most its frames, n in all, else in proportion to the frames."""
+    """Number of frames of each composition, n in all: at least one, at most all, else in proportion to its size."""
     places = np.maximum(np.floor(sizes * n / sizes.sum()), 1).astype(np.int64)
     while places.sum() != n:
         missing = sizes * n / sizes.sum() - places
@@ -345,7 +345,7 @@ def _places(sizes: np.ndarray, n: int) -> np.ndarray:
 
 
 def _first_compositions(sizes: np.ndarray, species: list[set[int]], n: int) -> np.ndarray:
-    """One place for n compositions: those with most new species first, among equals the ones with most frames."""
+    """One frame for n compositions: those with most new species first, then those with most frames."""
     places = np.zeros(len(sizes), dtype=np.int64)
     missing = set().union(*species)
     while missing and places.sum() < n:
@@ -397,7 +397,7 @@ def keep_species_in_training(
 
 
 def refuse_empty(part: np.ndarray, names: dict[int, str], symbols: list[str]) -> None:
-    """Refuse a part of which nothing is left. names: settings of the drawn parts by their number."""
+    """Refuse a split without frames. names: settings of the drawn parts by their number."""
     for number, name in names.items():
         if symbols and not (part == number).any():
             raise ForgefieldError(

@@ -1,7 +1,7 @@
-"""Labels of whole blocks: what `labels.LabelReader` does for one frame, done for all frames of a block at once.
+"""Labels of blocks of frames: what `labels.LabelReader` does for one frame, done for all frames of a block at once.
 
 Only what is usual and right takes this way: one candidate for each label, good shapes, finite numbers, cells far from
-flat. Else the answer is None, and the frames go through the label reader one by one, which decides or says what is wrong.
+flat. Otherwise None is returned, and the label reader reads the frames one by one, which also reports errors.
 """
 
 from __future__ import annotations
@@ -69,7 +69,7 @@ def block_frames(block: RawBlock, reader: LabelReader) -> list[Frame] | None:
 
 
 def _fields(block: RawBlock, reader: LabelReader) -> dict[str, np.ndarray] | None:
-    """Values of the fields that the block carries; None where there is anything to decide or to refuse."""
+    """Values of the fields of the block; None if frames have to be read one by one."""
     fields = {}
     for name, options in reader.fields.items():
         usual, values = block_field(block, options, options.key or name)

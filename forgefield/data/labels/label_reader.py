@@ -52,9 +52,9 @@ class LabelCandidates:
                         self._sizes[name] = (per, size)
 
     def hint(self, label: str, recognised: Iterable[str]) -> str:
-        """What may be `label`, the likeliest first, and the setting that says so; empty where nothing fits.
+        """Names of values that may be `label`, the likeliest first, and the setting for it; empty if there are none.
 
-        known: names that are labels already.
+        recognised: names that are labels already.
         """
         recognised = set(recognised)
         fitting = [name for name, size in self._sizes.items() if size in _SIZES[label] and name not in recognised]
@@ -73,7 +73,7 @@ class LabelCandidates:
 
 
 def _count(value: object) -> int:
-    """How many numbers a value holds; 0 where it is something else."""
+    """Number of numbers in a value; 0 for anything else."""
     if isinstance(value, (bool, str, bytes, Mapping)) or value is None:
         return 0
     try:
@@ -91,7 +91,7 @@ USUAL_NAMES: dict[str, tuple[str, ...]] = {
     "weight": ("config_weight", "weight"),
 }
 FALLBACK_NAMES = {"energy": ("free_energy",)}
-"""Another quantity that is often stored beside the energy: taken only where no frame of the source has an energy."""
+"""Another quantity that is often stored next to the energy: used only if no frame of the source has an energy."""
 CALCULATOR = "calculator"
 """As a setting, this name means the result of the attached calculator."""
 PREDICTED_BY = "predicted_by"
@@ -102,7 +102,7 @@ stress: the labels of such frames, in eV and A, are those whose names begin with
 class LabelReader:
     """Turns the raw frames of one source (all files that one setting names) into frames.
 
-    Remembers which names it met, so that `finish` can say what never came, and that a label means one quantity.
+    Records the names in the source, so that `finish` can report missing ones, and that a label is one quantity.
     """
 
     def __init__(self, labels: LabelOptions, units: UnitOptions) -> None:
@@ -162,7 +162,7 @@ class LabelReader:
         )
 
     def _predicted(self, raw: RawFrame, outputs: list[str]) -> Frame:
-        """A frame that `forgefield predict` wrote: predictions are not labels, whatever the settings say of other files.
+        """A frame that `forgefield predict` wrote: predictions are not labels, even if the settings name them for other files.
 
         outputs: names of the fields that were predicted."""
         if self._references is None:
@@ -200,7 +200,7 @@ class LabelReader:
         return replace(frame, **dropped) if dropped else frame  # type: ignore[arg-type]
 
     def other_names(self) -> list[str]:
-        """Names of values that were met and are no label, in alphabetical order."""
+        """Names of values in the source that are not labels, in alphabetical order."""
         return sorted(self._available - self._recognised_names())
 
     def hints(self) -> dict[str, str]:
@@ -234,14 +234,14 @@ class LabelReader:
             self._refuse_mixture(where, "energy", energy[1], energy[0])
 
     def merge(self, notes: dict[str, Any]) -> None:
-        """Take over what another reader of the same source met, as if this one had read those frames too."""
+        """Add the records of another reader of the same source, as if this one had read those frames too."""
         self._present.update(notes["found"])
         self._available.update(notes["available"])
         for label, (fallback, name, where) in notes["quantity"].items():
             self._refuse_mixture(where, label, name, fallback)
 
     def finish(self, what: str) -> None:
-        """Raise if a name given in the settings was in none of the frames of `what`."""
+        """Raise if a name in the settings was in none of the frames of `what`."""
         for label, name in self.names.items():
             if name is not None and not is_none(name) and label not in self._present:
                 keys = ", ".join(sorted(self._available)) or "none at all"
@@ -262,7 +262,7 @@ class LabelReader:
         return values
 
     def _find_stress(self, raw: RawFrame, cell: np.ndarray) -> np.ndarray | None:
-        # A name given for one of the two decides between them.
+        # If the settings name one of the two, that one is used.
         named = {label: self.names[label] for label in ("stress", "virial") if self.names[label] is not None}
         chosen = [label for label, name in named.items() if not is_none(str(name))]
         stress = virial = None
@@ -310,7 +310,7 @@ class LabelReader:
         return next(iter(values.values()))
 
     def _refuse_mixture(self, location: str, label: str, name: str, fallback: bool) -> None:
-        """The fallback is another quantity; a source holds one or the other."""
+        """The fallback is another quantity; all frames of a source must have the same."""
         first = self._quantity.setdefault(label, (fallback, name, location))
         if first[0] == fallback:
             return
@@ -324,7 +324,7 @@ class LabelReader:
 
 
 def _of_field(name: str) -> str:
-    """How a field is remembered beside labels."""
+    """Key of a field among those of labels."""
     return f"fields.{name}"
 
 

@@ -1,6 +1,6 @@
-"""Neighbour lists of many frames: kept in memory, kept in a store, or made anew whenever a batch needs them.
+"""Neighbour lists of many frames: held in memory, read from a store, or built whenever a batch needs them.
 
-All three give the same edges. In columns an edge takes a few bytes: numbers of atoms within the frame, shifts as small
+All three return the same edges. In columns an edge takes a few bytes: numbers of atoms within the frame, shifts as small
 integers, the destination by counting.
 """
 
@@ -119,11 +119,11 @@ class NeighbourLists(ABC):
     """Neighbour lists of the frames of a table."""
 
     n_edges: np.ndarray | None
-    """(n_frames,), where known without making the lists."""
+    """(n_frames,), None if the lists would have to be built first."""
     neighbours: np.ndarray | None
-    """Neighbours of all atoms of each component of the table, where known."""
+    """Neighbours of all atoms of each component of the table, or None."""
     closest: np.ndarray | None
-    """(n_frames,) shortest edge of each frame, A, where known."""
+    """(n_frames,) shortest edge of each frame, A, or None."""
     kind: str
 
     @abstractmethod
@@ -180,7 +180,7 @@ class MemoryEdges(NeighbourLists):
 
 
 class BuiltEdges(NeighbourLists):
-    """Made whenever they are needed, by whoever prepares the batch."""
+    """Built whenever a batch is prepared."""
 
     kind = "made for each batch"
     n_edges = neighbours = closest = None

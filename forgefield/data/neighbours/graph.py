@@ -181,7 +181,7 @@ SWITCH_START = 0.7
 
 
 LARGEST_CUTOFF = 100.0
-"""A. Nobody means more, and neighbour lists of crystals would not fit into any memory."""
+"""A. Neighbour lists of crystals would not fit into memory with more."""
 
 
 def check_cutoff(value: float, setting: str) -> None:
@@ -205,7 +205,7 @@ class GraphOptions:
     adaptive_cutoff: float | None = None
     """Radius up to which an atom without neighbours within the cutoff looks for some, A."""
     max_neighbours: int | None = None
-    """Only so many nearest neighbours of each atom."""
+    """Maximum number of nearest neighbours of each atom."""
 
     def __post_init__(self) -> None:
         check_cutoff(self.cutoff, "data.cutoff")
@@ -310,7 +310,7 @@ def _within_pair_radius(pairs: Pairs, isolated: np.ndarray, cutoff: float, limit
 
 
 def _nearest(destination: np.ndarray, squares: np.ndarray, count: int) -> np.ndarray:
-    """(n_kept,) ascending numbers of the `count` shortest edges of every destination; ties by their order."""
+    """(n_selected,) ascending numbers of the `count` shortest edges of every destination; ties by their order."""
     order = np.lexsort((squares, destination))
     ranks = np.arange(len(order)) - np.searchsorted(destination, destination, side="left")
     return np.sort(order[ranks < count])
@@ -322,5 +322,5 @@ def graph_of(model: Potential, neighbours: str = "auto") -> GraphOptions:
 
 
 def same_graph(graph: GraphOptions) -> GraphOptions:
-    """The options without the library that finds the edges: it makes no difference to them."""
+    """The options without the choice of library, which does not change the edges."""
     return replace(graph, neighbours="auto")

@@ -1,7 +1,7 @@
 """Reader of DeePMD-kit systems: frames of one formula as arrays in `set.*`, the elements in `type.raw`, `type_map.raw`.
 
 Arrays are memory-mapped (or read in slices, from HDF5 and from `*.raw` text), so a system never has to fit into memory.
-Units are those of the format, eV and A, unless `data.units` says otherwise; its virial is -V * stress, as in extxyz.
+Units are those of the format, eV and A, unless `data.units` names others; its virial is -V * stress, as in extxyz.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 PADDING = -1
 """In `real_atom_types`: there is no atom here."""
 STRUCTURE = ("coord", "box", "real_atom_types")
-"""Arrays that are no values of their own."""
+"""Arrays that are not values."""
 
 
 class DeepmdReader(Reader):
@@ -83,7 +83,7 @@ def open_folder(path: Path, type_map: tuple[str, ...] | None = None) -> System:
 
 
 def open_group(group: h5py.Group, name: str, type_map: tuple[str, ...] | None = None) -> System:
-    """The system in an HDF5 group that holds `type.raw`."""
+    """The system in an HDF5 group with `type.raw`."""
     sets = tuple(group[key] for key in sorted(group) if key.startswith("set."))
     names = None
     if "type_map.raw" in group:
@@ -116,7 +116,7 @@ def read_system(
 def _runs(
     system: System, arrays: Mapping[str, Any], start: int, stop: int, where: str
 ) -> Iterator[tuple[int, int, np.ndarray]]:
-    """Frames start to stop in runs with padding in the same places: their range, and types (n_atoms,) or one row each."""
+    """Frames start to stop in runs with the same padding: their range, and types (n_atoms,) or one row each."""
     if "real_atom_types" not in arrays:
         yield start, stop, system.types
         return
@@ -140,7 +140,7 @@ def _block(system: System, arrays: Mapping[str, Any], start: int, stop: int, typ
     def of_atoms(name: str) -> np.ndarray:
         return of_frames(name).reshape(n_frames, n_atoms, -1)[:, there]
 
-    # An array does not say whether it belongs to frames or atoms; who asks for it knows.
+    # Whether an array is per frame or per atom is decided by the setting that requests it.
     values = {name: name for name in arrays if name not in STRUCTURE and _width(arrays[name]) > 0}
     values = _other_names(values) | values
     per_atom = {name: file for name, file in values.items() if _width(arrays[file]) % n_atoms == 0}

@@ -1,8 +1,8 @@
 """Reader of (extended) xyz files: about twice as fast as ASE's, with errors that name file, frame and line.
 
-Values are exactly those `ase.io.read` gives; the tests hold it to that. Unlike ASE it takes a stress of six numbers, and
+Values are exactly those of `ase.io.read`, as the tests check. Unlike ASE it takes a stress of six numbers, and
 refuses what ASE would guess at: lines of another width, numbers such as `1_0`, atomic numbers that are not whole,
-columns and keys that are given twice.
+columns and keys that occur twice.
 """
 
 from __future__ import annotations
@@ -77,7 +77,7 @@ def read_extxyz(path: Path, start: int = 0, stop: int | None = None) -> Iterator
 
 
 def count_extxyz(path: Path) -> int | None:
-    """Number of frames, from one pass over the lines; None where they cannot be told apart."""
+    """Number of frames, from one pass over the lines; None if they cannot be distinguished."""
     index = xyz_index(path)
     return None if index is None else len(index.offsets)
 
@@ -192,7 +192,7 @@ def _parsed(word: str, kind: str, name: str, where: str, line: int) -> Any:
 
 
 def _fast_table(body: list[str], columns: list[tuple[str, str, int]]) -> dict[str, Any] | None:
-    """The same for the usual layout, one word and then reals. None where anything does not fit: `_table` says what."""
+    """The same for the usual layout, one word and then reals. None if anything does not fit, which `_table` reports."""
     if columns[0][1:] != ("S", 1) or any(kind != "R" for _, kind, _ in columns[1:]):
         return None
     width = sum(n for _, _, n in columns)
@@ -237,7 +237,7 @@ def _cell(info: dict[str, Any], where: str) -> tuple[np.ndarray, np.ndarray]:
 
 
 def _flat_numbers(values: object) -> list[float]:
-    """Numbers of an array or a list of them; empty where it holds anything else."""
+    """Numbers of an array or a list of them; empty for anything else."""
     array = np.ravel(np.asarray(values, dtype=object))
     return [float(x) for x in array] if all(isinstance(x, (int, float)) for x in array) else []
 

@@ -53,7 +53,7 @@ def open_hdf5(path: Path) -> Any:
 
 @contextmanager
 def reading_hdf5(where: str) -> Iterator[None]:
-    """Errors of the HDF5 library, which come in all types, as one that names the place."""
+    """Turns errors of the HDF5 library, which are of many types, into one that names the file and group."""
     try:
         yield
     except ForgefieldError:
@@ -203,12 +203,12 @@ def stated_factor(dataset: Hdf5Array, units: UnitOptions, kind: str) -> float:
 
 
 def _energy_factor(unit: str) -> float:
-    """Of an energy or an energy per atom, which `_atoms_factor` tells apart."""
+    """Of an energy or an energy per atom, between which `_atoms_factor` distinguishes."""
     return label_energy_factor(unit)[0]
 
 
 def _atoms_factor(dataset: Hdf5Array, units: UnitOptions, label: str, n_atoms: int) -> int:
-    """What values are multiplied by where the file says that they are per atom and the settings do not."""
+    """Factor for values that are per atom according to the file and not according to the settings."""
     stated, requested = _is_per_atom(dataset), label == "energy" and split_per_atom(units.energy)[1]
     if stated is None or stated == requested:
         return 1

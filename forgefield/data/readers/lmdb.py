@@ -91,7 +91,7 @@ def _listed(path: Path, *_: str | int) -> np.ndarray:
 
 
 def _refuse_missing(path: Path, ids: set[int], end: int) -> None:
-    """Every id from 1 to end - 1 should be known. `end` may be anything, so it is not counted up to."""
+    """Every id from 1 to end - 1 should be in `ids`. `end` may be huge, so no loop runs up to it."""
     ids = {i for i in ids if 1 <= i < end}
     if len(ids) < end - 1:
         missing = next(i for i in range(1, len(ids) + 2) if i not in ids)

@@ -84,7 +84,7 @@ class LmdbFile:
 
 @contextmanager
 def open_lmdb(path: Path) -> Iterator[LmdbFile]:
-    """An LMDB file, or the one in a folder that holds `data.mdb`."""
+    """An LMDB file, or the folder with `data.mdb`."""
     descriptor = os.open(path / "data.mdb" if path.is_dir() else path, os.O_RDONLY | os.O_CLOEXEC)
     try:
         yield LmdbFile(path, descriptor)
@@ -211,7 +211,7 @@ class _Tree:
         return key, self._overflow(first, size), size
 
     def _overflow(self, number: int, size: int) -> int:
-        """Offset of a value that has pages of its own."""
+        """Offset of a value on overflow pages."""
         count = -(-(_HEADER.size + size) // self._page_size)
         header = self._pages(number, count, _HEADER.size)
         stated, _, flags, low, high = _HEADER.unpack(header)

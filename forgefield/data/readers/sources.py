@@ -77,7 +77,7 @@ def _expand(spec: object, outer: SourceFile | None) -> list[SourceFile]:
 
 
 def _settings(spec: Mapping[str, Any], outer: SourceFile | None) -> tuple[Any, SourceFile]:
-    """What a mapping names, and a source that carries its settings."""
+    """The sources that a mapping names, with its settings."""
     outer = outer or SourceFile(Path())
     unknown = set(spec) - {"path", "weight", "share", "type_map", "branch"}
     if unknown or "path" not in spec:

@@ -207,7 +207,7 @@ class XyzIndex:
 
 
 def xyz_index(path: Path) -> XyzIndex | None:
-    """Index of all frames; None where the file is not a plain sequence of frames: who reads it will say why."""
+    """Index of all frames; None if the file is not a plain sequence of frames, which reading it reports."""
     status = os.stat(path)
     return _index(str(path.resolve()), status.st_size, status.st_mtime_ns)
 

@@ -1,4 +1,4 @@
-"""From the settings to what a loader needs: how much a batch holds, in which order frames come, who prepares batches."""
+"""From the settings to what a loader needs: the size of a batch, the order of frames, and the threads that prepare batches."""
 
 from __future__ import annotations
 
@@ -18,26 +18,26 @@ from forgefield.errors import ForgefieldError
 
 DEFAULT_FRAMES = 8
 MORE_IN_EVALUATION = 2
-"""Times what a batch of the training holds: without second derivatives that takes as much memory, and half the launches."""
+"""Factor by which batches are larger than in training: without second derivatives they need the same memory."""
 
 Order = Callable[[np.ndarray, np.ndarray], EpochOrder]
 """Makes the order of an epoch from the rows of a table that take part, and what each of them costs."""
 
 
 def training_budget(options: DataOptions) -> Budget:
-    """What `data.batch` says."""
+    """The budget of `data.batch`."""
     sizes = _frames_by_source(options)
     return _budget(options.batch, "data.batch") if sizes is None else Budget("frames", max(sizes))
 
 
 def _frames_by_source(options: DataOptions) -> list[int] | None:
-    """Frames of a batch of each source, where `data.batch.by_source` gives them."""
+    """Number of frames of a batch of each source, if `data.batch.by_source` sets them."""
     by_source = options.batch.by_source
     return None if isinstance(by_source, bool) else list(by_source)
 
 
 def evaluation_budget(options: DataOptions) -> Budget:
-    """What `data.eval_batch` says, else twice what `data.batch` says. No frame is too large to be measured."""
+    """The budget of `data.eval_batch`, by default twice that of `data.batch`. Frames are never skipped."""
     eval_batch, sizes = options.eval_batch, _frames_by_source(options)
     if eval_batch is None:
         budget = training_budget(options) if sizes is None else Budget("frames", min(sizes))
@@ -114,7 +114,7 @@ def training_order(options: DataOptions, table: FrameTable, seed: int, *, keep_o
 
 
 def _chances(rule: str | Sequence[float] | None, sizes: np.ndarray, systems: Systems, branches: object) -> np.ndarray:
-    """Probability of each system, (n_systems,); that of each branch of the model, where it is given, is divided by `rule`."""
+    """Probability of each system, (n_systems,); the probability of a branch of the model, if set, is divided by `rule`."""
     rule = "size" if rule is None else rule
     if branches is None:
         return system_probabilities(rule, sizes, systems.shares)

@@ -1,7 +1,7 @@
-"""From any source to a store: in parallel, with progress, and so that an interrupted conversion goes on where it was.
+"""Conversion of any source to a store: in parallel, with progress, and resumable.
 
-The frames of all sources are divided into parts. Each part is written whole or not at all, in `DST.partial`, by one of several
-processes; when all are there the manifest is written and the folder gets its name. Which frames make a part depends on the
+The frames of all sources are divided into parts. Each part is written completely or not at all, to `DST.partial`, by one of
+several processes; when all are there the manifest is written and the folder gets its name. Which frames make a part depends on the
 sources alone, so the store is the same for any number of processes.
 """
 
@@ -41,13 +41,13 @@ PLAN, LOCK = "plan.json", ".lock"
 CHUNK = 1000
 """Frames that are read in one go where a format can be divided."""
 PARTS = 64
-"""A store has about so many parts at most, until parts reach `LARGEST_PART` frames."""
+"""Approximate largest number of parts of a store, until parts reach `LARGEST_PART` frames."""
 LARGEST_PART = 50_000
 BLOCK, BLOCK_ATOMS = 256, 20_000
 """Frames held in memory at a time, and atoms: whichever is reached first."""
 
 Progress = Callable[[int, int | None], None]
-"""Called with frames done, and frames in all where known."""
+"""Called with the number of frames done, and of all frames or None."""
 
 
 @dataclass(frozen=True)
@@ -58,7 +58,7 @@ class Unit:
     start: int
     stop: int | None
     expected: int | None
-    """How many they are; None where that is not known beforehand."""
+    """Number of frames; None if it is unknown before reading."""
 
     @property
     def frames(self) -> int:
@@ -71,7 +71,7 @@ class Settings:
     units: UnitOptions
     graph: GraphOptions | None
     fields: dict[str, Field] = field(default_factory=dict)
-    """What is kept beyond the labels."""
+    """Additional values to store."""
 
 
 def convert(
@@ -119,7 +119,7 @@ def convert(
 def store_frames(frames: Iterable[Frame], target: Path, graph: GraphOptions | None = None) -> dict[str, Any]:
     """Write a store with just these frames, as one part. Returns its manifest. graph: also keep neighbour lists.
 
-    Fields are kept too: those of a table, or those that the frames of a list carry.
+    Fields are stored too: those of a table, or those of the frames of a list.
     """
     target = Path(target)
     if target.exists():
@@ -198,7 +198,7 @@ def _being_written(target: Path) -> Iterator[Path]:
     except SourceUnreadable as error:
         raise SourceUnreadable(f"{error}; {advice}") from error
     except ForgefieldError as error:
-        if not isinstance(error.__cause__, OSError):  # the data has to be mended, and then all is done anew
+        if not isinstance(error.__cause__, OSError):  # the data has to be corrected, which changes every part
             shutil.rmtree(partial, ignore_errors=True)
         raise
     finally:
@@ -215,7 +215,7 @@ def _refuse_foreign(partial: Path) -> None:
 
 
 def units_of(file: SourceFile) -> list[Unit]:
-    """A source in runs of frames that can be read by themselves."""
+    """A source in runs of frames that can be read independently."""
     count = frame_count(file)
     if count is None:
         return [Unit(file, 0, None, None)]
@@ -223,7 +223,7 @@ def units_of(file: SourceFile) -> list[Unit]:
 
 
 def frames_in(units: Iterable[Unit]) -> int | None:
-    """How many frames they hold; None where a format does not tell."""
+    """Number of frames; None if it is unknown before reading."""
     counts = [unit.expected for unit in units]
     numbers = [count for count in counts if count is not None]
     return sum(numbers) if len(numbers) == len(counts) else None
@@ -249,7 +249,7 @@ def _divide(units: list[Unit]) -> list[list[Unit]]:
 
 
 def _begin(partial: Path, parts: list[list[Unit]], settings: Settings) -> None:
-    """Prepare the folder. What an interrupted conversion of the very same left there is kept."""
+    """Prepare the folder. Parts of an interrupted conversion of the same data with the same settings are kept."""
     plan = json.dumps(
         {
             "version": VERSION,

@@ -59,7 +59,7 @@ class PartEntry(TypedDict):
 
 
 class Manifest(TypedDict):
-    """fields: columns by name. graph: options of the neighbour lists, None where it holds none. hash: of all other entries."""
+    """fields: columns by name. graph: options of the neighbour lists, None without such lists. hash: of all other entries."""
 
     format: str
     version: int
@@ -97,7 +97,7 @@ def read_manifest(folder: Path) -> Manifest:
 
 
 def manifest_hash(manifest: Mapping[str, object]) -> str:
-    """Hash of all entries of a manifest, hashes of columns included: of the content of the whole store."""
+    """Hash of all entries of a manifest, which include the hashes of all columns."""
     content = {key: value for key, value in manifest.items() if key != "hash"}
     text = json.dumps(content, sort_keys=True, separators=(",", ":"))
     return hashlib.blake2b(text.encode(), digest_size=16).hexdigest()
@@ -131,7 +131,7 @@ class ColumnFile:
 
     @cached_property
     def mapped(self) -> np.ndarray:
-        """The whole column, mapped read-only."""
+        """The column, mapped read-only."""
         if self.rows == 0:
             return np.zeros((0, *self.field.shape), dtype=self.dtype)
         pages = _with_room(self.path, lambda: _mapped(self.path))
@@ -185,7 +185,7 @@ class ColumnFile:
 
 
 def _with_room(path: Path, action: Callable[[], T]) -> T:
-    """What `action` gives, which opens the file. Where too many are open, more are allowed as far as the system lets us."""
+    """The result of `action`, which opens the file. If too many files are open, the limit is raised as far as possible."""
     while True:
         try:
             return action()
@@ -219,7 +219,7 @@ def _runs(begins: list[int], first: list[int], counts: list[int]) -> Iterator[tu
 class StoreColumns(Columns):
     """One part of a store. part: its entry in the manifest. graph: options of its neighbour lists, if it has any.
 
-    fields: those that the store holds beyond what every store does.
+    fields: those in addition to the columns of every store.
     """
 
     def __init__(self, folder: Path, part: PartEntry, graph: GraphOptions | None, fields: Fields | None = None) -> None:
@@ -243,7 +243,7 @@ class StoreColumns(Columns):
             ) from error
 
     def _refuse_contradictions(self, part: PartEntry) -> None:
-        """Whether every column has as many values as frames, atoms, edges and components say."""
+        """Refuse columns whose length differs from the number of frames, atoms, edges or components."""
         counts = {
             "frame": self._n_frames,
             "offsets": self._n_frames + 1,
@@ -284,7 +284,7 @@ def _fields(entries: dict[str, FieldEntry]) -> dict[str, Field]:
 
 
 class Store:
-    """An opened store. fields: what it holds beyond what every store does."""
+    """An opened store. fields: those in addition to the columns of every store."""
 
     def __init__(self, folder: Path, manifest: Manifest) -> None:
         self.path = folder
@@ -299,7 +299,7 @@ class Store:
 
     @property
     def graph(self) -> GraphOptions | None:
-        """Options of the neighbour lists it holds."""
+        """Options of its neighbour lists."""
         options = self.manifest["graph"]
         return None if options is None else GraphOptions(**options)
 

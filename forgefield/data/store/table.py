@@ -1,7 +1,7 @@
 """A table of frames: parts in memory or on disk, of which some rows are chosen. It reads like a list of frames.
 
-Splits, development sets and whatever else chooses frames only choose rows; nothing is copied. A single frame is made when
-it is asked for, whole columns are there for everything that looks at all frames at once.
+Splits, development sets and other selections of frames select rows; nothing is copied. A single frame is made when
+it is requested; columns serve code that needs all frames at once.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ class TablePart:
         return self.columns.fields if self.chosen is None else self.chosen
 
     def has(self, name: str) -> bool:
-        """Whether any frame carries this label."""
+        """Whether any frame has this label."""
         return name not in self.hidden and self.columns.has(name)
 
     def values(self, name: str, rows: np.ndarray | None = None, shape: tuple[int, ...] | None = None) -> np.ndarray:
@@ -64,9 +64,9 @@ class TablePart:
 _READ_ROWS = 256
 """Frames read together."""
 _FEW_ROWS = 4096
-"""Up to so many rows it does not pay to look whether they ascend."""
+"""Number of rows up to which checking whether they ascend does not pay."""
 _LABEL_OF = {"max_force": "forces"}
-"""Columns that say something about a label, which is hidden with it."""
+"""Columns derived from a label, which are hidden with it."""
 
 
 @dataclass(frozen=True)
@@ -80,7 +80,7 @@ class Components:
     count: np.ndarray
     """(n,) atoms of that species in that frame."""
     force_squares: np.ndarray
-    """(n,) sum of their squared force components, eV^2/A^2; NaN where the frame carries no forces."""
+    """(n,) sum of their squared force components, eV^2/A^2; NaN if the frame has no forces."""
 
 
 @dataclass(frozen=True)
@@ -90,19 +90,19 @@ class Systems:
     names: list[str]
     """For each system its source, or the first of several."""
     shares: list[float | None]
-    """For each system the share of draws that was given."""
+    """The share of draws of each system, or None."""
     branches: list[str | None]
     """For each system the branch of the model that learns from it."""
 
 
 @dataclass(frozen=True)
 class RowView:
-    """Rows of a table and where they lie."""
+    """Rows of a table and the parts that contain them."""
 
     rows: np.ndarray
     n_atoms: np.ndarray
     located: list[tuple[TablePart, np.ndarray, np.ndarray]]
-    """As `FrameTable.located` gives it."""
+    """As returned by `FrameTable.located`."""
     fields: Fields
     """Those of the table."""
 
@@ -159,7 +159,7 @@ class FrameTable(Sequence[Frame]):
 
     @cached_property
     def fields(self) -> Fields:
-        """Further values that its frames may carry, by name."""
+        """Additional values of its frames, by name."""
         places = [(part.columns.origin or "the files", part.fields) for part in self.parts if part.fields]
         return merge_fields(*places)
 
@@ -184,7 +184,7 @@ class FrameTable(Sequence[Frame]):
         )
 
     def located(self, rows: np.ndarray) -> Iterator[tuple[TablePart, np.ndarray, np.ndarray]]:
-        """For each part that holds any of these rows: the part, which of `rows` it holds, and their rows in the part."""
+        """For each part that contains any of these rows: the part, which of `rows` it contains, and their rows in the part."""
         rows = self._global(rows)
         if len(self.parts) == 1:
             yield self.parts[0], np.arange(len(rows)), rows
@@ -259,7 +259,7 @@ class FrameTable(Sequence[Frame]):
     # ---- labels
 
     def carries(self, name: str) -> np.ndarray:
-        """(n_frames,) whether each frame carries energy, forces, stress or a field."""
+        """(n_frames,) whether each frame has energy, forces, stress or a field."""
         if not any(part.has(name) for part in self.parts):
             return np.zeros(len(self), dtype=bool)
         if name == "forces":
@@ -350,7 +350,7 @@ class FrameTable(Sequence[Frame]):
 
     @cached_property
     def systems(self) -> Systems:
-        """What weighted sampling chooses among: the sources, except that all with one given share are one system.
+        """The systems of weighted sampling: the sources, except that all sources with a common share are one system.
 
         Numbered in the order of the parts; a source of which no frame was chosen keeps its number.
         """
@@ -380,7 +380,7 @@ class FrameTable(Sequence[Frame]):
         return sorted({part.branch for part in self.parts}, key=lambda name: name or "")
 
     def branch_of_frame(self, names: Sequence[str | None]) -> np.ndarray:
-        """(n_frames,) int64, place of each frame's branch in `names`; -1 where it is none of them."""
+        """(n_frames,) int64, index of each frame's branch in `names`; -1 for others."""
         number = {name: index for index, name in enumerate(names)}
         branch = np.empty(len(self), dtype=np.int64)
         for part, places, _ in self.located(self._every):
