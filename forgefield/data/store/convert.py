@@ -1,8 +1,8 @@
 """Conversion of any source to a store: in parallel, with progress, and resumable.
 
 The frames of all sources are divided into parts. Each part is written completely or not at all, to `DST.partial`, by one of
-several processes; when all are there the manifest is written and the folder gets its name. Which frames make a part depends on the
-sources alone, so the store is the same for any number of processes.
+several processes; when all are complete the manifest is written and the folder is renamed. The frames of a part depend on the
+sources only, so the store is the same for any number of processes.
 """
 
 from __future__ import annotations
