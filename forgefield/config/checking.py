@@ -18,8 +18,7 @@ from typing import TYPE_CHECKING, Any
 from forgefield.config.nearest import did_you_mean, nearest
 from forgefield.config.option import IMPORT_PATH, Limits, limits_of
 from forgefield.config.peer_terms import KEYS
-from forgefield.config.refusals import check_choice, wrong
-from forgefield.config.sources import Sources
+from forgefield.config.sources import Sources, check_choice, wrong
 from forgefield.config.typed import alternatives, convert, field_types, is_optional, section_class, without_none
 from forgefield.errors import ForgefieldError
 from forgefield.ldos.options import PointTaskOptions

@@ -35,9 +35,8 @@ from forgefield.config.checking import (
 )
 from forgefield.config.components import also_look_in
 from forgefield.config.deepmd import is_deepmd_input, read_input, translate
-from forgefield.config.hydra_state import DEFAULTS, ENTRY, USER, hydra_for, store
+from forgefield.config.hydra import DEFAULTS, ENTRY, RESOLVERS, USER, hydra_for, register_resolvers, store
 from forgefield.config.nearest import did_you_mean
-from forgefield.config.resolvers import RESOLVERS, register_resolvers
 from forgefield.config.sources import Sources, first_line, read_text, read_yaml
 from forgefield.config.trust import Trust, named_code, refuse_interpolations
 from forgefield.errors import ForgefieldError
@@ -175,11 +174,10 @@ def _read(source: Source | None) -> tuple[Sources, dict[str, Any], Path]:
         return Sources(main=path), content, path.absolute().parent
     if isinstance(source, Config):
         return Sources(), as_dict(source), Path.cwd()
-    if isinstance(source, DictConfig):
-        source = OmegaConf.to_container(source, resolve=False)  # type: ignore[assignment]
-    if not isinstance(source, Mapping):
+    values = OmegaConf.to_container(source, resolve=False) if isinstance(source, DictConfig) else source
+    if not isinstance(values, Mapping):
         raise ForgefieldError(f"a config is a file, a mapping or a loaded config, not a {type(source).__name__}.")
-    content = {str(key): as_written(value) if key == "task" else value for key, value in source.items()}
+    content = {str(key): as_written(value) if key == "task" else value for key, value in values.items()}
     return Sources(), content, Path.cwd()
 
 

@@ -117,9 +117,10 @@ def field_docs(cls: type) -> dict[str, str]:
     """Field name -> its docstring as one line, inherited fields included; fields without one are left out."""
     inherited = [field_docs(base) for base in reversed(cls.__bases__) if dataclasses.is_dataclass(base)]
     tree = ast.parse(textwrap.dedent(inspect.getsource(cls)))
-    body = tree.body[0].body  # type: ignore[attr-defined]
+    definition = tree.body[0]
+    assert isinstance(definition, ast.ClassDef)
     docs = {name: text for base in inherited for name, text in base.items()}
-    for statement, following in itertools.pairwise(body):
+    for statement, following in itertools.pairwise(definition.body):
         if isinstance(statement, ast.AnnAssign) and isinstance(statement.target, ast.Name):
             text = _string(following)
             if text is not None:

@@ -6,6 +6,7 @@ gets its location from `Sources.where`.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -100,6 +101,24 @@ class Sources:
         if isinstance(value, yaml.ScalarNode) and value.value == "???":
             self.missing.add(dotted)
         self._walk(value, file, dotted)
+
+
+def wrong(sources: Sources, key: str, value: object, expected: str) -> ForgefieldError:
+    """The error for a value that is not what was expected."""
+    shown = "null" if value is None else repr(value)
+    return ForgefieldError(f"{sources.where(key)}: '{key}' is {expected}, not {shown}.")
+
+
+def check_choice(value: object, choices: Sequence[Any], key: str, sources: Sources) -> None:
+    """Refuse a value that is none of these."""
+    if value not in choices:
+        names = [
+            "null" if choice is None else str(choice).lower() if isinstance(choice, bool) else str(choice)
+            for choice in choices
+        ]
+        valid = names[0] if len(names) == 1 else f"{', '.join(names[:-1])} or {names[-1]}"
+        hint = did_you_mean(str(value), names)
+        raise ForgefieldError(f"{sources.where(key)}: '{key}' is {valid}, not {value!r}.{hint}")
 
 
 def read_text(path: Path) -> str:

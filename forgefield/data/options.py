@@ -11,8 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from forgefield.config.option import option, seed_option
-from forgefield.config.refusals import wrong
-from forgefield.config.sources import Sources
+from forgefield.config.sources import Sources, wrong
 from forgefield.data.field_options import FieldOptions, field_options
 from forgefield.data.paths import NAME, absolute, is_named
 from forgefield.errors import ForgefieldError

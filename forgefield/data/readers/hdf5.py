@@ -36,6 +36,7 @@ from forgefield.data.readers.hdf5_values import (
     REMEDY,
     Hdf5Array,
     is_dataset,
+    is_group,
     label_datasets,
     open_hdf5,
     reading_hdf5,
@@ -139,7 +140,7 @@ def _catalogue(
             inside = ", ".join(list(file)[:8]) or "nothing"
             raise ForgefieldError(f"{path}#{group}: there is no such group in the file; it holds {inside}")
         top = file[group or "/"]
-        if not hasattr(top, "keys"):
+        if not is_group(top):
             raise ForgefieldError(f"{path}#{group}: this is a dataset, not a group")
         entries = tuple(_search(top, path, type_map))
     check_expansion(sum(entry.n_bytes for entry in entries), size, str(path), REMEDY)
@@ -185,7 +186,7 @@ def _groups_in(group: h5py.Group) -> Iterator[Any]:
     for key in sorted(group, key=_natural):
         if type(group.get(key, getlink=True)).__name__ == "HardLink":
             inner = group[key]
-            if hasattr(inner, "keys"):
+            if is_group(inner):
                 yield inner
 
 
@@ -316,7 +317,7 @@ def _cells(group: h5py.Group, where: str, units: UnitOptions, n_frames: int) -> 
 
 def _periodic(group: h5py.Group, where: str, has_cell: bool) -> np.ndarray:
     pbc = group.get("pbc")
-    if pbc is not None and hasattr(pbc, "keys"):
+    if pbc is not None and is_group(pbc):
         values = np.array([Hdf5Array(pbc[axis])[()] for axis in "xyz"])
     elif pbc is None or Hdf5Array(pbc).dtype.kind in "SUO":  # the text None is written for none
         return np.array(has_cell)

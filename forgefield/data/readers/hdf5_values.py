@@ -16,7 +16,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeGuard
 
 import numpy as np
 
@@ -107,7 +107,15 @@ class Hdf5Array:
 
 
 def is_dataset(item: object) -> bool:
-    return hasattr(item, "shape")
+    import h5py
+
+    return isinstance(item, h5py.Dataset)
+
+
+def is_group(item: object) -> TypeGuard[h5py.Group]:
+    import h5py
+
+    return isinstance(item, h5py.Group)
 
 
 GRADIENTS = ("dft_total_gradient", "gradient", "gradients")
@@ -157,7 +165,7 @@ def label_datasets(
     """
     columns: dict[str, Column] = {}
     for home in (group, group.get("properties")):
-        if home is None or not hasattr(home, "keys"):
+        if home is None or not is_group(home):
             continue
         for name, item in home.items():
             if not is_dataset(item):
@@ -287,7 +295,7 @@ def _is_energy(dataset: Hdf5Array) -> bool:
 
 def _weightless(group: h5py.Group, name: str) -> bool:
     for home, key in ((group, f"{name}_weight"), (group.get("property_weights"), name)):
-        if home is not None and hasattr(home, "keys") and key in home:
+        if home is not None and is_group(home) and key in home:
             weight = Hdf5Array(home[key])[()] if is_dataset(home[key]) else None
             if isinstance(weight, (int, float, np.number)) and weight == 0:
                 return True
