@@ -45,10 +45,11 @@ from forgefield.training.run.folder import config_of_run
 from forgefield.training.run.journal import Journal
 from forgefield.training.trainer import requested_processes
 from forgefield.trust.selection import Selection, select_frames
-from forgefield.trust.uncertainty import fit_uncertainty
+from forgefield.trust.uncertainty import fit_after_training, fit_uncertainty
 
 if TYPE_CHECKING:
     from forgefield.trust.evaluate import EvaluationReport
+    from forgefield.trust.loop.learn import Learning
     from forgefield.trust.relaxation import Relaxation
     from forgefield.trust.simulation import Simulation
 
@@ -71,6 +72,7 @@ __all__ = [
     "import_mala",
     "import_model",
     "inspect_data",
+    "learn",
     "load",
     "load_run",
     "md",
@@ -154,7 +156,7 @@ def train_with_outcome(
     try:
         fitted = fit(config, fresh=fresh, journal=journal, ranks=ranks, trust_code=trust_code)
         if ranks.broadcast(fitted.outcome == "finished" or is_unmeasured(fitted)):
-            return evaluate_training(fitted, config, journal, ranks)
+            return evaluate_training(fitted, config, journal, ranks, prepare=fit_after_training)
         return fitted
     finally:
         journal.close()
@@ -245,6 +247,7 @@ def test(
     labels_required: bool = False,
     head: str | None = None,
     trust_code: bool = False,
+    uncertainty: str | None = None,
 ) -> dict[str, Any]:
     """Errors of a run's model on labelled frames, in meV/atom, meV/A and GPa. They are stored in the run with a parity plot.
 
@@ -261,10 +264,14 @@ def test(
         As in `load`.
     labels_required
         Whether every label that `options` names must be in the data.
+    uncertainty
+        `energy` or `forces`, whose uncertainties are compared with the errors. Default: of energies, if the run has any.
     """
     ranks = current_ranks()
     with abort_all_on_error(ranks):
         run = Run.open(run, trust_code=trust_code)
+        if uncertainty is not None and run.of_points:
+            raise ForgefieldError(f"Run {run.name} was trained on grid points; it has no uncertainties of energies.")
         run.require_head(head)
         if ranks.is_rank_zero:
             run.writable()
@@ -285,6 +292,7 @@ def test(
                 labels_required=labels_required,
                 head=head,
                 ranks=ranks,
+                **({} if uncertainty is None else {"uncertainty": uncertainty}),
             )
         if ranks.is_rank_zero:
             write_report(run.path)
@@ -725,6 +733,31 @@ def evaluate(
     if out is None and (opened.path / "report.html").is_file():
         write_report(opened.path)
     return report
+
+
+def learn(
+    loop: str | os.PathLike[str],
+    *overrides: str,
+    device: str = "cpu",
+    notify: Callable[[str], None] = lambda text: None,
+) -> Learning:
+    """Active learning as a file describes it. Calling it again resumes the loop; no label is computed twice.
+
+    Parameters
+    ----------
+    loop
+        YAML file with the options in `forgefield.trust.loop.options.LoopOptions`.
+    *overrides
+        `key=value` strings, as on the command line.
+    device
+        Where simulations run.
+    notify
+        Called with progress messages.
+    """
+    from forgefield.trust.loop.learn import run_loop
+
+    _require_first_rank("learn")
+    return run_loop(loop, overrides, device=device, notify=notify)
 
 
 def report(run: RunSource) -> Path:

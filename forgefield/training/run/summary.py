@@ -23,6 +23,7 @@ from torch import nn
 
 from forgefield._version import __version__
 from forgefield.data.paths import title as set_title
+from forgefield.tasks.calibration import METRICS as CALIBRATION
 from forgefield.tasks.metrics import UNITS
 from forgefield.tasks.plausibility import ADVICE, implausible_errors
 
@@ -126,6 +127,8 @@ def end_summary(
             content.append(table)
         if any(key.endswith("_accuracy") for errors in by_split.values() for key in errors):
             content.append(classes_table(by_split))
+        if any(key.endswith("_nll") for errors in by_split.values() for key in errors):
+            content.append(calibration_table(by_split))
     else:
         content.append(Text("No errors were measured: there are no labelled validation or test frames."))
     problems = {sentence for errors in by_split.values() for sentence in implausible_errors(errors, statistics or {})}
@@ -203,6 +206,23 @@ def classes_table(by_split: dict[str, dict[str, float]]) -> Table:
 
 
 _CLASS_TITLES = {"accuracy": "accuracy", "f1": "F1", "auroc": "AUROC", "cross_entropy": "cross-entropy"}
+
+
+def calibration_table(by_split: dict[str, dict[str, float]]) -> Table:
+    """One row per quantity with uncertainties and split: how well they agree with the errors."""
+    table = Table(box=SIMPLE_HEAD, pad_edge=False, header_style="dim")
+    for heading in ("uncertainty", "data"):
+        table.add_column(heading, no_wrap=True)
+    for heading in ("neg. log-\nlikelihood", "miscalibr.\narea", "within one\ndeviation"):
+        table.add_column(heading, justify="right", no_wrap=True)
+    names = [key.removesuffix("_nll") for errors in by_split.values() for key in errors if key.endswith("_nll")]
+    for name in dict.fromkeys(names):
+        for split, errors in by_split.items():
+            if f"{name}_nll" in errors:
+                nll, area, share = (errors[f"{name}_{metric}"] for metric in CALIBRATION)
+                cells = (digits(nll) if nll >= 0 else f"-{digits(-nll)}", digits(area), f"{100 * share:.0f} %")
+                table.add_row(name, SPLIT_TITLES.get(split, set_title(split)), *cells)
+    return table
 
 
 def digits(value: float | None) -> str:
