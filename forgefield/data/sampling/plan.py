@@ -131,10 +131,10 @@ class StepPlan:
         start: int = 0,
         name_of: Callable[[int], str] | None = None,
     ) -> None:
-        self._costs = _whole_numbers(costs)
-        self._balance = self._costs if balance_by is None else _whole_numbers(balance_by)
-        self._balanced_by_cost = self._balance is self._costs
-        n = len(self._costs)
+        self._raw_costs = _whole_numbers(costs)
+        self._balance = self._raw_costs if balance_by is None else _whole_numbers(balance_by)
+        self._balanced_by_cost = self._balance is self._raw_costs
+        n = len(self._raw_costs)
         if len(self._balance) != n:
             raise ValueError(f"{len(self._balance)} numbers to balance by do not go with {n} frames")
         if world_size < 1:
@@ -148,11 +148,11 @@ class StepPlan:
             stride = min(world_size * int(budget.size), max(n, 1))
             self.bounds = np.append(np.arange(start, n, stride), n)
         elif budget.bound == "lower":
-            self._costs, self._size = np.maximum(self._costs, 1), int(budget.size)
+            self._costs, self._size = np.maximum(self._raw_costs, 1), int(budget.size)
             self.bounds = np.array(_reaching_ends(self._costs, self._size, self.world_size, start), dtype=np.int64)
         else:
-            refuse_oversized(self._costs, budget, name_of)
-            self._costs, self._size = _in_units(self._costs, int(budget.size))
+            refuse_oversized(self._raw_costs, budget, name_of)
+            self._costs, self._size = _in_units(self._raw_costs, int(budget.size))
             self.bounds = np.array(_step_ends(self._costs, self._size, self.world_size, start), dtype=np.int64)
 
     def __len__(self) -> int:
@@ -165,7 +165,7 @@ class StepPlan:
         many ranks, it has the same steps as this plan.
         """
         ranks = self.world_size if world_size is None else world_size
-        return StepPlan(self._costs, self.budget, ranks, self._balance, start=position, name_of=self._name_of)
+        return StepPlan(self._raw_costs, self.budget, ranks, self._balance, start=position, name_of=self._name_of)
 
     def share(self, step: int, rank: int) -> np.ndarray:
         """Positions in the epoch's order that this rank has in this step, ascending, int64."""

@@ -297,7 +297,7 @@ def test_plans_refuse_ranks_steps_and_positions_that_do_not_exist():
         plan.share(0, 2)
     with pytest.raises(IndexError, match="no step 2 among 2"):
         plan.share(2, 0)
-    with pytest.raises(ValueError, match="cannot start behind frame 6"):
+    with pytest.raises(ValueError, match="cannot start after frame 6"):
         plan.from_position(6)
     with pytest.raises(ValueError, match="no plan for 0 ranks"):
         plan.from_position(1, 0)
