@@ -58,7 +58,7 @@ def inline(text: str) -> list[str]:
 def commands(code: list[str]) -> list[str]:
     """What follows `forgefield`, launchers before it and comments and shell syntax after it left out."""
     found = [re.match(rf"(?:\$ |# )?(?:.*{LAUNCHERS}.*\s)?forgefield (?!import Calculator)(.*)", each) for each in code]
-    return [re.split(r"\s+#|; do|;$", match[1])[0].strip() for match in found if match]
+    return [re.split(r"\s+(?:#|&&|>)|; do|;$", match[1])[0].strip() for match in found if match]
 
 
 def anchors(page: Path) -> set[str]:
