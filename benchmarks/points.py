@@ -30,7 +30,7 @@ from forgefield.ldos.data import (
     find_snapshots,
     measure_points,
 )
-from forgefield.ldos.data.windows import ShuffledBlocks
+from forgefield.ldos.data.stream import ShuffledBlocks
 
 INPUTS, LEVELS, BATCH = 91, 250, 1000
 
@@ -121,7 +121,7 @@ def _order(n: int, window: int, blocks: int, epoch: int) -> np.ndarray:
     found, start = [], 0
     for number, end in enumerate(plan.ends):
         room = np.empty(end - start, dtype=np.int64)
-        for stretch in plan.stretches(number, 0, 1):
+        for stretch in plan.row_ranges(number, 0, 1):
             room[stretch.at : stretch.at + stretch.stop - stretch.start] = np.arange(stretch.start, stretch.stop)
         found.append(room[plan.buffer_rows(number, range(start, end)).numpy()])
         start = end

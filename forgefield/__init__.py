@@ -11,26 +11,39 @@ from forgefield._version import __version__
 from forgefield.errors import ForgefieldError
 
 if TYPE_CHECKING:
-    from forgefield.api import Calculator, Ensemble, load, load_run, md, predict, relax, run_exists, train, tune
+    from forgefield.api import (
+        Calculator,
+        Ensemble,
+        evaluate,
+        load,
+        load_run,
+        md,
+        predict,
+        relax,
+        run_exists,
+        select,
+        train,
+        tune,
+    )
 
 __all__ = [
     "Calculator",
     "Ensemble",
     "ForgefieldError",
     "__version__",
+    "evaluate",
     "load",
     "load_run",
     "md",
     "predict",
     "relax",
     "run_exists",
+    "select",
     "train",
     "tune",
 ]
 
-_FROM_API = frozenset(
-    {"Calculator", "Ensemble", "load", "load_run", "md", "predict", "relax", "run_exists", "train", "tune"}
-)
+_FROM_API = frozenset(__all__) - {"ForgefieldError", "__version__"}
 
 
 def __getattr__(name: str) -> Any:

@@ -10,21 +10,30 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from ase import Atoms
+
 from forgefield.config.components import environment_of_children
+from forgefield.config.deepmd import convert_input
 from forgefield.config.loading import load_config, require_training_data
 from forgefield.config.sources import read_yaml
 from forgefield.config.template import commented_yaml
+from forgefield.data.conversion import convert_data, sample_data
+from forgefield.data.inspection.show import inspect_data
 from forgefield.data.options import DataOptions
 from forgefield.data.paths import is_named
+from forgefield.data.starter import propose_config
 from forgefield.errors import ForgefieldError
 from forgefield.evaluation import evaluate_training, is_unmeasured, name_of_test
 from forgefield.inference.ase import Calculator
 from forgefield.inference.ensemble import Ensemble
 from forgefield.inference.predict import predict_file
-from forgefield.ldos.inference.files import ElectronOptions, predict_run
+from forgefield.inference.uncertainty import uncertainty_path, with_uncertainty
+from forgefield.ldos.inference.files import predict_run
 from forgefield.ldos.model import LDOSNetwork
+from forgefield.ldos.options import ElectronOptions
 from forgefield.models.importing import ImportedModel, ImportRequest
 from forgefield.models.potential import Potential
+from forgefield.models.registry import exporter
 from forgefield.parallel.launch import detect_launch
 from forgefield.parallel.session import abort_all_on_error, current_ranks
 from forgefield.parallel.spawn import run_ranks
@@ -35,8 +44,11 @@ from forgefield.training.fit import TrainingResult, fit
 from forgefield.training.run.folder import config_of_run
 from forgefield.training.run.journal import Journal
 from forgefield.training.trainer import processes_wanted
+from forgefield.trust.selection import Selection, select_frames
+from forgefield.trust.uncertainty import fit_uncertainty
 
 if TYPE_CHECKING:
+    from forgefield.trust.evaluate import EvaluationReport
     from forgefield.trust.relaxation import Relaxation
     from forgefield.trust.simulation import Simulation
 
@@ -52,19 +64,28 @@ __all__ = [
     "ElectronOptions",
     "Ensemble",
     "Run",
+    "convert_data",
+    "convert_input",
+    "evaluate",
+    "export",
     "import_mala",
     "import_model",
+    "inspect_data",
     "load",
     "load_run",
     "md",
     "predict",
+    "propose_config",
     "relax",
     "report",
     "run_exists",
+    "sample_data",
+    "select",
     "test",
     "train",
     "train_example",
     "tune",
+    "uncertainty",
 ]
 
 
@@ -287,6 +308,9 @@ def predict(
     batch: int | None = None,
     notify: Callable[[str], None] = lambda text: None,
     trust_code: bool = False,
+    uncertainty: str | None = None,
+    ensemble: Sequence[RunSource] = (),
+    model_devi: str | os.PathLike[str] | None = None,
 ) -> Path:
     """Predict the structures of `source` and return the path of the result.
 
@@ -315,12 +339,21 @@ def predict(
         Number of frames predicted together; default: 16.
     notify
         Called with messages about the predictions of an LDOS run.
+    uncertainty
+        `energy` or `forces`: also write uncertainties of energies, or of energies and forces, as `energy_uncertainty`,
+        `energies_uncertainty` (of atoms) and `forces_uncertainty`. The run must have them (`forgefield uncertainty RUN`).
+    ensemble
+        Additional runs; predictions are the means of all of them, with uncertainties and DeePMD-kit's deviations.
+    model_devi
+        File for the deviations of an ensemble, in DeePMD-kit's format.
     """
     _require_first_rank("predict")
     run = Run.open(run, trust_code=trust_code)
     run.require_head(head)
     options = options if options is not None else run.data_options()
     if run.of_points:
+        if uncertainty is not None or ensemble:
+            raise ForgefieldError(f"Run {run.name} was trained on grid points; it has no uncertainties of energies.")
         if overwrite:
             raise ForgefieldError(
                 f"--force: run {run.name} was trained on grid points and writes to a new folder only."
@@ -335,7 +368,7 @@ def predict(
         raise ForgefieldError(f"{changed[0]} is for LDOS runs; run {run.name} is a potential without electrons.")
     run.require_outputs()
     return predict_file(
-        run.load_potential(which, device, head=head),
+        _potential(run, ensemble, which, device, head, uncertainty, trust_code),
         source,
         Path(out),
         batch or 16,
@@ -343,6 +376,109 @@ def predict(
         units=options.units,
         labels_required=labels_required,
         overwrite=overwrite,
+        model_devi=model_devi,
+    )
+
+
+def _potential(
+    run: Run,
+    ensemble: Sequence[RunSource],
+    which: str,
+    device: str,
+    head: str | None,
+    uncertainty: str | None,
+    trust_code: bool,
+) -> Potential:
+    """The model of a run, with uncertainties if requested, or that of an ensemble."""
+    if not ensemble:
+        return with_uncertainty(run.load_potential(which, device, head=head), run, which, uncertainty)
+    if head is not None:
+        raise ForgefieldError("--head: the members of an ensemble have one energy each.")
+    return Ensemble([run, *ensemble], which=which, device=device, trust_code=trust_code)
+
+
+def uncertainty(
+    run: RunSource, *, device: str = "cpu", directions: int | None = None, trust_code: bool = False
+) -> Path:
+    """Compute the uncertainties of a run's best weights from its training data and return the file.
+
+    Parameters
+    ----------
+    run
+        Name or path of a run whose training data is available.
+    device, trust_code
+        As in `load`.
+    directions
+        Directions along which features of each training frame are differentiated, for the uncertainty of forces; 0: all
+        coordinates, exactly. Default: between 1 and 10 random ones, depending on the number of frames.
+    """
+    _require_first_rank("uncertainty")
+    run = Run.open(run, trust_code=trust_code)
+    fit_uncertainty(run, device=device, directions=directions)
+    return uncertainty_path(run)
+
+
+def select(
+    run: RunSource,
+    pool: Source | Sequence[Atoms],
+    n: int,
+    out: str | os.PathLike[str] | None = None,
+    *,
+    by: str = "both",
+    method: str = "farthest",
+    tolerance: float | None = None,
+    device: str = "cpu",
+    figure: str | os.PathLike[str] | None = None,
+    overwrite: bool = False,
+    options: DataOptions | None = None,
+    notify: Callable[[str], None] = lambda text: None,
+    trust_code: bool = False,
+) -> Selection:
+    """Choose structures of a pool to compute next, and return them.
+
+    Parameters
+    ----------
+    run
+        Name or path of a run whose training data is available. Its uncertainties are computed if it has none.
+    pool
+        A file, folder, glob or list of them, which is not held in memory, or a list of structures.
+    n
+        Number of structures to choose.
+    out
+        File for them (`.extxyz`).
+    by
+        `uncertainty`: the most uncertain structures; `distance`: structures that cover feature space and are far from the
+        training data; `both`: the second among the 10 n most uncertain ones.
+    method
+        How feature space is covered: `farthest` points, centres of `kmeans` clusters, or `d-optimal` design.
+    tolerance
+        Structures closer than this to a training frame or to a chosen one are left out, eV per atom. Default: a tenth of the
+        median distance between training frames that are nearest neighbours.
+    device, trust_code
+        As in `load`.
+    figure
+        File for a picture of pool, training set and selection (`.png`, `.svg`, `.pdf`).
+    overwrite
+        Replace the file `out` if it exists.
+    options
+        Labels and units of the pool; default: as in training.
+    notify
+        Called with messages.
+    """
+    _require_first_rank("select")
+    return select_frames(
+        Run.open(run, trust_code=trust_code),
+        pool,
+        n,
+        out,
+        by=by,
+        method=method,
+        tolerance=tolerance,
+        device=device,
+        figure=figure,
+        overwrite=overwrite,
+        options=options,
+        notify=notify,
     )
 
 
@@ -401,6 +537,60 @@ def import_model(
 def import_mala(file: str | os.PathLike[str], *, name: str | None = None, out: str | os.PathLike[str] = "runs") -> Run:
     """Import the model of an archive written by MALA's `save_run` as a run. name, out: as in `import_model`."""
     return import_model("mala", ImportRequest(str(file)), name=name, out=out)[0]
+
+
+def export(
+    run: RunSource,
+    out: str | os.PathLike[str],
+    *,
+    to: str | None = None,
+    which: str = "best",
+    head: str | None = None,
+    device: str = "cpu",
+    licence: str | None = None,
+    sel: Sequence[int] | None = None,
+    overwrite: bool = False,
+    trust_code: bool = False,
+) -> Path:
+    """Write the model of a run to a file and return its path.
+
+    Parameters
+    ----------
+    run
+        Name or path of a run.
+    out
+        File to write.
+    to
+        Program that will read it: one of `models.registry.export_formats`, or `mliap` (LAMMPS); default: a package (.ff), which
+        can be used in place of the run.
+    which, head, trust_code
+        As in `load`.
+    device
+        Device on which the exported model will run, for `aoti` and `torchscript`.
+    licence
+        Licence of the model, stored in the package.
+    sel
+        For `deepmd`: maximum number of neighbours of each species, if the model was trained without it.
+    overwrite
+        Replace the file `out` if it exists.
+    """
+    if Path(out).exists() and not overwrite:
+        raise ForgefieldError(f"{out} exists already; --force overwrites it, -o FILE names another.")
+    if to is not None and licence is not None:
+        raise ForgefieldError(f"--licence is stored in packages only; files of {to} have no field for it.")
+    if to in (None, "mliap") and sel is not None:
+        raise ForgefieldError("--sel is an option of --to deepmd.")
+    run = Run.open(run, trust_code=trust_code)
+    run.require_head(head)
+    if to is None:
+        from forgefield.inference.packages import write_package
+
+        return write_package(run, out, which=which, head=head, licence=licence)
+    if to == "mliap":
+        from forgefield.inference.lammps.mliap import write_mliap
+
+        return write_mliap(run, out, which=which, head=head)
+    return exporter(to)(run.load_potential(which, device, head=head), out, sel=sel)
 
 
 def md(
@@ -477,6 +667,66 @@ def relax(
     return run_relax(
         opened, structures, out, options, which=which, device=device, head=head, overwrite=overwrite, notify=notify
     )
+
+
+def evaluate(
+    run: RunSource,
+    *,
+    suite: str | None = None,
+    structures: Any = None,
+    reference: str | None = None,
+    only: Sequence[str] = (),
+    out: str | os.PathLike[str] | None = None,
+    which: str = "best",
+    device: str = "cpu",
+    head: str | None = None,
+    notify: Callable[[str], None] = lambda text: None,
+    trust_code: bool = False,
+    **options: Any,
+) -> EvaluationReport:
+    """Physical properties with the model of a run, next to a reference. Calling it again resumes an interrupted evaluation.
+
+    Parameters
+    ----------
+    run
+        Name or path of a run.
+    suite
+        `crystal`, `molecule` or `liquid`; default: by the periodicity of the structures.
+    structures
+        As in `md`; default: crystals of the elements, or the first frame of the training data.
+    reference
+        Import path of an ASE calculator, a run, or a JSON file with numbers.
+    only
+        Names of evaluations to do; default: all of the suite.
+    out
+        Folder of the results; default: `evaluation` in the run.
+    which, device, head, trust_code
+        As in `load`.
+    notify
+        Called with progress messages.
+    **options
+        Fields of `forgefield.trust.suites.measurement.EvaluationOptions`: `temperature=300`, `ps=5`, ...
+    """
+    from forgefield.trust.evaluate import run_evaluation
+
+    _require_first_rank("evaluate")
+    report = run_evaluation(
+        Run.open(run, trust_code=trust_code),
+        options,
+        suite=suite,
+        structures=structures,
+        reference=reference,
+        only=only,
+        out=Path(out) if out is not None else None,
+        which=which,
+        device=device,
+        head=head,
+        notify=notify,
+    )
+    opened = Run.open(run, trust_code=trust_code)
+    if out is None and (opened.path / "report.html").is_file():
+        write_report(opened.path)
+    return report
 
 
 def report(run: RunSource) -> Path:

@@ -15,6 +15,7 @@ from dataclasses import replace
 from datetime import datetime
 from itertools import chain, count
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
@@ -307,6 +308,22 @@ def _origins(dataset: GraphDataset) -> dict[str, np.ndarray]:
         "frame_file": np.array([number[file] for file, _ in origins], dtype=np.int64),
         "frame_index": np.array([index for _, index in origins], dtype=np.int64),
     }
+
+
+def require_test_data(
+    run: Run, configured: float | str | list[Any] | dict[str, Any] | None
+) -> str | list[Any] | dict[str, Any]:
+    """`configured`, the `data.test` of a run or of a command line; raises if it does not name data."""
+    advice = f"name {'snapshots with --data SNAPSHOTS' if run.of_points else 'files with --data FILE'}."
+    if configured is None or configured == []:
+        raise ForgefieldError(f"Run {run.name} has no data.test; {advice}")
+    if isinstance(configured, (int, float)):
+        samples = "points" if run.of_points else "frames"
+        raise ForgefieldError(
+            f"data.test={configured} of run {run.name} holds back {samples} of data.train, which were evaluated at the end of "
+            f"the training (test.json); for other data, {advice}"
+        )
+    return configured
 
 
 def name_of_test(run: Run, data: object, *, which: str, head: str | None = None, title: str = "") -> str:

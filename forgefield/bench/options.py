@@ -3,22 +3,24 @@
 from __future__ import annotations
 
 import copy
-import os
 import shutil
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from forgefield.config.nearest import did_you_mean
+from forgefield.config.option import declared_limits, limits_of, option
 from forgefield.errors import ForgefieldError
+from forgefield.processes import usable_cores
+from forgefield.training.options import TrainingOptions
 
 if TYPE_CHECKING:
     from forgefield.settings import Config
 
 STEPS, WARMUP = 20, 5
-ENGINES = ("eager", "compile", "graphs", "script", "auto")
-DERIVATIVES = ("double", "tangent", "kernels", "auto")
+ENGINES = declared_limits(TrainingOptions, "engine").choices
+DERIVATIVES = declared_limits(TrainingOptions, "derivative").choices
 PEERS = ("nequip", "allegro", "mace", "deepmd")
 FIGURE_SUFFIXES = (".png", ".svg", ".pdf")
 JOBS = ("measure", "work", "plan")
@@ -29,46 +31,49 @@ JOBS = ("measure", "work", "plan")
 class BenchOptions:
     """The options of `forgefield bench`; the messages of errors use the names of the command line."""
 
-    engines: Sequence[str] | None = None
-    """Engines to measure; default: all that run on this machine."""
+    engines: Sequence[str] | None = option(None, choices=ENGINES)
+    """Engines to measure. Default: all that run on this machine."""
     precisions: Sequence[str] | None = None
-    """Precisions to measure; default: the configured one."""
-    derivatives: Sequence[str] | None = None
-    """Forms of the force derivative to measure; default: the configured one."""
+    """Precisions to measure, such as float32,tf32. Default: the configured one."""
+    derivatives: Sequence[str] | None = option(None, choices=DERIVATIVES)
+    """Forms of the force derivative to measure. Default: the configured one."""
     quick: bool = False
-    """Measure only the configured engine in one process."""
+    """Measure only the configured engine, in one process."""
     peers: bool = False
-    """Also measure NequIP, Allegro, MACE and DeePMD-kit, where they are installed."""
-    peer_names: Sequence[str] | None = None
-    """Only these peers; default: all."""
+    """Also measure NequIP, Allegro, MACE and DeePMD-kit, where installed."""
+    peer_names: Sequence[str] | None = option(None, choices=PEERS)
+    """Peers to measure. Default: all that are installed."""
     peer_pythons: Sequence[str] = ()
-    """Python interpreters of other environments in which to look for peers."""
+    """Interpreters of other Python environments in which to look for peers."""
     plan: bool = False
-    """Measure memory instead of time."""
+    """Estimate the memory of the configured batch, and which batch would fit, instead of measuring times."""
     ranks: Sequence[int] | None = None
-    """Numbers of processes to measure; default: 1, 2, 4, ... up to the number of GPUs or cores."""
-    steps: int = STEPS
-    """Steps to time."""
-    warmup: int = WARMUP
-    """Steps before them."""
+    """Numbers of processes to start on this machine. Default: 1, 2, 4, ... up to the number of GPUs, or of cores if there is no
+    GPU."""
+    steps: int = option(STEPS, at_least=1)
+    """Number of timed steps."""
+    warmup: int = option(WARMUP, at_least=0)
+    """Number of steps before the timed ones."""
     json: Path | None = None
     """File for all numbers."""
     figure: Path | None = None
-    """File for a figure of the engines' times."""
+    """File for a figure of the engines' times (.png, .svg, .pdf)."""
     trust_code: bool = False
     """Whether to import code that a run names (`model.from`)."""
 
     def __post_init__(self) -> None:
-        if self.steps < 1:
-            raise ForgefieldError(f"--steps is {self.steps}; at least one step must be timed.")
-        if self.warmup < 0:
-            raise ForgefieldError(f"--warmup is {self.warmup}; it should be 0 or more.")
-        _require_choices("--engines", self.engines, ENGINES)
-        _require_choices("--derivatives", self.derivatives, DERIVATIVES)
-        _require_choices("--peer-names", self.peer_names, PEERS)
-        for option, path in (("--json", self.json), ("--figure", self.figure)):
+        for declared in fields(self):
+            limits, value, flag = limits_of(declared), vars(self)[declared.name], f"--{declared.name.replace('_', '-')}"
+            if limits.has_bounds and not limits.allows(value):
+                raise ForgefieldError(f"{flag} is {value}; it should be {limits.describe()}.")
+            for name in (value or ()) if limits.choices else ():
+                if name not in limits.choices:
+                    raise ForgefieldError(
+                        f"{flag}: '{name}' is not one of {', '.join(limits.choices)}.{did_you_mean(name, limits.choices)}"
+                    )
+        for flag, path in (("--json", self.json), ("--figure", self.figure)):
             if path is not None and not path.absolute().parent.is_dir():
-                raise ForgefieldError(f"{option} {path}: the folder {path.absolute().parent} does not exist.")
+                raise ForgefieldError(f"{flag} {path}: the folder {path.absolute().parent} does not exist.")
         if self.figure is not None and self.figure.suffix not in FIGURE_SUFFIXES:
             raise ForgefieldError(f"--figure {self.figure}: the name should end in {', '.join(FIGURE_SUFFIXES)}.")
         for python in self.peer_pythons:
@@ -82,9 +87,9 @@ class BenchOptions:
             raise ForgefieldError(f"--plan measures memory, not time: leave out {options[0][0]}.")
         if self.quick and self.engines:
             raise ForgefieldError("--quick measures the configured engine, --engines others: use one of them.")
-        for option, value in (("--peer-python", self.peer_pythons), ("--peer-names", self.peer_names)):
+        for flag, value in (("--peer-python", self.peer_pythons), ("--peer-names", self.peer_names)):
             if value and not self.peers:
-                raise ForgefieldError(f"{option} needs --peers, which measures other programs.")
+                raise ForgefieldError(f"{flag} needs --peers, which measures other programs.")
         if self.figure is not None and not self.measures_engines:
             raise ForgefieldError(
                 "--figure shows engines, and only numbers of processes are measured: add --engines, or leave it out."
@@ -100,7 +105,7 @@ class BenchOptions:
             "--ranks": ",".join(map(str, self.ranks or ())),
             "--figure": self.figure,
         }
-        return [(option, "" if value is True else str(value)) for option, value in values.items() if value]
+        return [(flag, "" if value is True else str(value)) for flag, value in values.items() if value]
 
     @property
     def _selects_engines(self) -> bool:
@@ -130,14 +135,6 @@ class Job:
     trust_code: bool = False
 
 
-def _require_choices(option: str, names: Sequence[str] | None, choices: Sequence[str]) -> None:
-    for name in names or ():
-        if name not in choices:
-            raise ForgefieldError(
-                f"{option}: '{name}' is not one of {', '.join(choices)}.{did_you_mean(name, choices)}"
-            )
-
-
 # ---- this machine
 
 
@@ -145,17 +142,12 @@ def count_processes(n: int) -> str:
     return f"{n} process{'es' if n > 1 else ''}"
 
 
-def n_cores() -> int:
-    """Number of processor cores that this process may use."""
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-
-
 def process_slots(config: Config) -> tuple[int, str]:
     """How many processes can run here without sharing a GPU or a core, and which of the two limits them."""
     import torch
 
     if (config.trainer.get("accelerator") or "auto") == "cpu" or not torch.accelerator.is_available():
-        return n_cores(), "core"
+        return usable_cores(), "core"
     selected = gpu_indices(config)
     return (len(selected) if selected is not None else torch.accelerator.device_count()), "GPU"
 

@@ -19,7 +19,6 @@ from forgefield.bench.options import (
     BenchOptions,
     Job,
     count_processes,
-    n_cores,
     on_devices,
     powers_of_two,
     process_slots,
@@ -28,6 +27,7 @@ from forgefield.bench.options import (
 from forgefield.bench.tables import Row, best_row, engines_notes, engines_table, measured_row, peer_row
 from forgefield.bench.training import water_training
 from forgefield.errors import ForgefieldError
+from forgefield.processes import usable_cores
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -171,7 +171,7 @@ def measure_here(config: Config, options: BenchOptions) -> int:
 
 def threads(n: int) -> str:
     """Number of threads of each of n processes, as the value of OMP_NUM_THREADS."""
-    return os.environ.get("OMP_NUM_THREADS") or str(max(1, n_cores() // n))
+    return os.environ.get("OMP_NUM_THREADS") or str(max(1, usable_cores() // n))
 
 
 # ---- engines
@@ -407,7 +407,7 @@ def as_json(results: Results, config: Config, options: BenchOptions, notes: list
         "precision": config.training.precision,
         "warmup": options.warmup,
         "steps": options.steps,
-        "cores": n_cores(),
+        "cores": usable_cores(),
         "versions": versions(),
         "notes": notes,
         "limits": asdict(results.limits) if results.limits is not None else None,

@@ -7,7 +7,8 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from forgefield.bench.options import count_processes, n_cores
+from forgefield.bench.options import count_processes
+from forgefield.processes import usable_cores
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -270,7 +271,8 @@ def parts_notes(measured: Sequence[Measurement]) -> list[str]:
         f"gradient message   {last.message_bytes / 1e6:.3g} MB per step, {last.parameters:,} parameters",
         f"exchange           {strategies or 'none, one process'}",
         f"threads            {', '.join(dict.fromkeys(str(m.threads) for m in measured))} per process",
-        f"machine            {last.device}, {n_cores()} cores" + (f", {last.nodes} nodes" if last.nodes > 1 else ""),
+        f"machine            {last.device}, {usable_cores()} cores"
+        + (f", {last.nodes} nodes" if last.nodes > 1 else ""),
     ]
     if last.memory_bytes:
         notes.append(f"GPU memory         {last.memory_bytes / 2**30:.2f} GiB peak on rank 0")

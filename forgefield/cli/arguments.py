@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import Any
 
 from forgefield.config.nearest import did_you_mean
-from forgefield.config.option import field_docs, limits_of
+from forgefield.config.option import declared_limits
 from forgefield.config.typed import field_types, without_none
 from forgefield.errors import ForgefieldError
 
@@ -83,6 +84,58 @@ class HelpOptions(argparse.Action):
         parser.exit()
 
 
+def add_option(
+    parser: argparse.ArgumentParser | argparse._ArgumentGroup,
+    flag: str,
+    section: type,
+    name: str,
+    *,
+    default: str | None = None,
+    metavar: str | tuple[str, ...] | None = None,
+    nargs: int | str | None = None,
+    read: Callable[[str], object] | None = None,
+) -> None:
+    """A flag for the option `name` of the dataclass `section`; it is None unless the user sets it.
+
+    Description, type, choices, unit and default are those of the declaration. default: what is used without the flag, if it is
+    not the declared default. read: converts a word, for types other than numbers and text.
+    """
+    from forgefield.config.reference import flag_help
+
+    kind, text = without_none(field_types(section)[name]), flag_help(section, name, default=default)
+    if kind is bool:
+        parser.add_argument(flag, action="store_true", default=None, help=text)
+        return
+    limits = declared_limits(section, name)
+    choices = limits.choices if kind is str and limits.open_choices is None else ()
+    value = limits.unit or "N" if kind in (int, float) else flag.rpartition("-")[2].upper()
+    parser.add_argument(
+        flag,
+        type=read or (kind if kind in (int, float) else str),
+        choices=choices or None,
+        metavar=metavar or (None if choices else value),
+        nargs=nargs,
+        help=text,
+    )
+
+
+def add_option_arguments(parser: argparse.ArgumentParser, cls: type, *, skip: Sequence[str] = ()) -> None:
+    """A flag `--name` for each option of a dataclass."""
+    for field in dataclasses.fields(cls):
+        if field.name not in skip:
+            add_option(parser, f"--{field.name.replace('_', '-')}", cls, field.name)
+
+
+def given_options(args: argparse.Namespace, cls: type) -> dict[str, Any]:
+    """The options of a dataclass that the user set, of those for which there are flags."""
+    return selected(args, *(field.name for field in dataclasses.fields(cls) if field.name in vars(args)))
+
+
+def selected(args: argparse.Namespace, *names: str) -> dict[str, Any]:
+    """The arguments of these names that the user set."""
+    return {name: vars(args)[name] for name in names if vars(args)[name] is not None}
+
+
 def add_trust(parser: argparse.ArgumentParser) -> None:
     """--trust-code."""
     parser.add_argument(
@@ -111,40 +164,6 @@ def add_overrides(parser: argparse.ArgumentParser, allowed: Sequence[str]) -> No
         nargs="*",
         help=f"settings for reading this data: {', '.join(allowed)} (default: as in training)",
     )
-
-
-def add_option_arguments(parser: argparse.ArgumentParser, cls: type, *, skip: Sequence[str] = ()) -> None:
-    """An argument `--name` for each option of a dataclass, with its type, choices and description."""
-    types, docs = field_types(cls), field_docs(cls)
-    for field in dataclasses.fields(cls):
-        if field.name in skip:
-            continue
-        kind, limits = without_none(types[field.name]), limits_of(field)
-        flag, default = f"--{field.name.replace('_', '-')}", field.default
-        text = docs.get(field.name, "").replace("%", "%%")
-        if kind is bool:
-            parser.add_argument(flag, dest=field.name, action="store_true", default=argparse.SUPPRESS, help=text)
-            continue
-        unit = f" {limits.unit}" if limits.unit else ""
-        shown = f" (default: {default}{unit})" if default is not None else ""
-        parser.add_argument(
-            flag,
-            dest=field.name,
-            type=kind,
-            choices=limits.choices or None,
-            metavar=None
-            if limits.choices
-            else (limits.unit or kind.__name__).upper()
-            if kind is str
-            else limits.unit or "N",
-            default=argparse.SUPPRESS,
-            help=f"{text}{shown}",
-        )
-
-
-def given_options(args: argparse.Namespace, cls: type) -> dict[str, object]:
-    """The options of a dataclass that were set on the command line."""
-    return {field.name: getattr(args, field.name) for field in dataclasses.fields(cls) if hasattr(args, field.name)}
 
 
 def device_name(requested: str | None, *, local_rank: int = 0) -> str:

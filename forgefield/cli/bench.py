@@ -13,8 +13,9 @@ import re
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from forgefield.bench.options import DERIVATIVES, ENGINES, JOBS, PEERS, STEPS, WARMUP, BenchOptions, Job
-from forgefield.cli.arguments import add_trust, split_config
+from forgefield.bench.options import JOBS, BenchOptions, Job
+from forgefield.cli.arguments import add_option, add_trust, selected, split_config
+from forgefield.config.reference import flag_help
 from forgefield.errors import ForgefieldError
 
 if TYPE_CHECKING:
@@ -29,65 +30,43 @@ examples:
   forgefield bench my.yaml --ranks 1,2,4 --steps 50 data.batch.frames=16
   srun --ntasks 64 forgefield bench my.yaml --json 64-ranks.json
 """
+NAMES, SWITCHES = ("engines", "precisions", "derivatives", "peer_names"), ("quick", "peers", "plan")
+NUMBERS, FILES = ("steps", "warmup"), ("json", "figure")
+"""Options by the type of their values."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.epilog = EXAMPLES
     add = parser.add_argument
     add("words", metavar="CONFIG | key=value", nargs="*", help="config file (YAML), and settings that override it")
-    engines = ", ".join(ENGINES)
-    add("--engines", metavar="A,B,...", type=_names, help=f"engines: {engines} (default: all that run here)")
-    add("--precisions", metavar="A,B,...", type=_names, help="such as float32,tf32 (default: the configured one)")
-    forms = ", ".join(DERIVATIVES)
-    add("--derivatives", metavar="A,B,...", type=_names, help=f"{forms} (default: the configured one)")
-    add("--quick", action="store_true", help="measure only the configured engine, in one process")
-    add("--peers", action="store_true", help="also measure NequIP, Allegro, MACE and DeePMD-kit, where installed")
-    add("--peer-names", metavar="A,B,...", type=_names, help=f"only these peers: {', '.join(PEERS)}")
+    for name in NAMES:
+        add_option(parser, f"--{name.replace('_', '-')}", BenchOptions, name, metavar="A,B,...", read=_names)
+    add_option(parser, "--ranks", BenchOptions, "ranks", metavar="1,2,...", read=_numbers)
+    for name in SWITCHES:
+        add_option(parser, f"--{name}", BenchOptions, name)
+    add("--water", action="store_true", help="use liquid water instead of the config's data")
+    for name in NUMBERS:
+        add_option(parser, f"--{name}", BenchOptions, name, metavar="N")
+    for name in FILES:
+        add_option(parser, f"--{name}", BenchOptions, name, metavar="FILE", read=Path)
     add(
         "--peer-python",
         metavar="FILE",
         action="append",
         default=[],
-        help="Python interpreter of another environment in which to look for peers; may be repeated",
+        help=f"{flag_help(BenchOptions, 'peer_pythons')}; may be repeated",
     )
-    add("--water", action="store_true", help="use liquid water instead of the config's data")
-    add("--plan", action="store_true", help="estimate the memory of the configured batch, and which batch would fit")
-    add(
-        "--ranks",
-        metavar="1,2,...",
-        type=_numbers,
-        help="numbers of processes to start on this machine (default: 1, 2, 4, ... up to the number of GPUs, or of cores "
-        "where there is no GPU)",
-    )
-    add("--steps", metavar="N", type=int, default=STEPS, help=f"number of timed steps (default: {STEPS})")
-    add("--warmup", metavar="N", type=int, default=WARMUP, help=f"number of steps before them (default: {WARMUP})")
-    add("--json", metavar="FILE", type=Path, help="write all numbers to this file")
-    add("--figure", metavar="FILE", type=Path, help="draw the times of engines to this file (.png, .svg, .pdf)")
     add_trust(parser)
     add("--worker", metavar="FILE", type=Path, help=argparse.SUPPRESS)
     add("--job", choices=JOBS, default="measure", help=argparse.SUPPRESS)
 
 
 def run(args: argparse.Namespace) -> int:
-    options = BenchOptions(
-        engines=args.engines,
-        precisions=args.precisions,
-        derivatives=args.derivatives,
-        quick=args.quick,
-        peers=args.peers,
-        peer_names=args.peer_names,
-        peer_pythons=args.peer_python,
-        plan=args.plan,
-        ranks=args.ranks,
-        steps=args.steps,
-        warmup=args.warmup,
-        json=args.json,
-        figure=args.figure,
-        trust_code=args.trust_code,
-    )
+    chosen = selected(args, *NAMES, "ranks", *SWITCHES, *NUMBERS, *FILES)
+    options = BenchOptions(**chosen, peer_pythons=args.peer_python, trust_code=args.trust_code)
     job = None
     if args.worker is not None:
-        job = Job(args.job, args.worker, args.steps, args.warmup, args.precisions or (), args.trust_code)
+        job = Job(args.job, args.worker, options.steps, options.warmup, options.precisions or (), args.trust_code)
     from forgefield.parallel.session import run_on_all_ranks
 
     def measure(ranks: Ranks) -> int:

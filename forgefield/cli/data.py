@@ -15,7 +15,7 @@ from __future__ import annotations
 import argparse
 
 from forgefield.cli import Parser, data_convert, data_cubes, data_descriptors, data_info, data_sample, data_shuffle
-from forgefield.cli.data_arguments import take_settings, without_settings
+from forgefield.cli.data_arguments import apply_settings, without_settings
 
 _VERBS = {
     "info": data_info,
@@ -48,5 +48,5 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    take_settings(args, getattr(args, "settings", []))
+    apply_settings(args, args.settings)
     return _VERBS[args.data_verb].run(args)

@@ -1,9 +1,8 @@
-"""Arguments shared by the verbs of `forgefield data`: how files are read, where to write, and a progress bar."""
+"""Arguments shared by the verbs of `forgefield data`: how files are read, neighbour lists, and a progress bar."""
 
 from __future__ import annotations
 
 import argparse
-import os
 import re
 import sys
 from collections.abc import Callable, Iterator
@@ -11,31 +10,39 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from forgefield.cli.arguments import add_option, selected
+from forgefield.config.option import class_doc
+from forgefield.data.options import DataOptions, LabelOptions, UnitOptions
 from forgefield.errors import ForgefieldError
 
 if TYPE_CHECKING:
-    from forgefield.data.neighbours.graph import GraphOptions
-    from forgefield.data.options import LabelOptions, UnitOptions
+    from rich.progress import Task
 
-UNITS = {"energy": "eV", "length": "A", "forces": None, "stress": None}
+    from forgefield.data.neighbours.graph import GraphOptions
+
+UNITS = ("energy", "length", "forces", "stress")
 LABELS = ("energy", "forces", "stress", "virial", "weight")
-MOST_WORKERS = 8
+GRAPH = ("cutoff", "adaptive_cutoff", "max_neighbours")
+FLAGS = {
+    **{f"data.units.{name}": f"{name}_unit" for name in UNITS},
+    **{f"data.labels.{name}": f"{name}_key" for name in LABELS},
+    **{f"data.{name}": name for name in GRAPH},
+}
+"""Settings of a config that flags correspond to, and the names of the flags."""
+SETTING = re.compile(r"(\+\+?|~)?(data|model|task|training|trainer)\.[\w.]+(=.*)?")
 
 Report = Callable[[int, "int | None"], None]
 
 
 def add_reading(parser: argparse.ArgumentParser) -> None:
     """Units and names of labels in the files."""
-    group = parser.add_argument_group("reading files")
-    for name, default in UNITS.items():
-        shown = default or ("energy/length" if name == "forces" else "energy/length^3")
-        shown += "; may be eV/atom, ..." if name == "energy" else ""
-        group.add_argument(
-            f"--{name}-unit", default=default, metavar="UNIT", help=f"unit of {name} in the files (default: {shown})"
-        )
+    units = parser.add_argument_group("units of the files", class_doc(UnitOptions))
+    for name in UNITS:
+        add_option(units, f"--{name}-unit", UnitOptions, name)
+    labels = parser.add_argument_group("labels in the files", class_doc(LabelOptions))
     for name in LABELS:
-        group.add_argument(f"--{name}-key", metavar="KEY", help=f"name of the {name} in the files; none to ignore it")
-    group.add_argument(
+        add_option(labels, f"--{name}-key", LabelOptions, name)
+    labels.add_argument(
         "--field",
         action="append",
         default=[],
@@ -45,14 +52,13 @@ def add_reading(parser: argparse.ArgumentParser) -> None:
 
 
 def add_graph(parser: argparse.ArgumentParser) -> None:
-    """Neighbour lists that a store is to hold."""
-    group = parser.add_argument_group("neighbour lists in the store (default: none; training computes them)")
-    group.add_argument("--cutoff", type=float, metavar="R", help="data.cutoff of the training, A")
-    group.add_argument("--adaptive-cutoff", type=float, metavar="R", help="data.adaptive_cutoff of the training, A")
-    group.add_argument("--max-neighbours", type=int, metavar="N", help="data.max_neighbours of the training")
-
-
-SETTING = re.compile(r"(\+\+?|~)?(data|model|task|training|trainer)\.[\w.]+(=.*)?")
+    """Neighbour lists to be stored."""
+    group = parser.add_argument_group(
+        "neighbour lists in the store",
+        "As in the section data of the training; without --cutoff, training computes them.",
+    )
+    for name in GRAPH:
+        add_option(group, f"--{name.replace('_', '-')}", DataOptions, name, default="none")
 
 
 def without_settings(words: list[str]) -> tuple[list[str], list[str]]:
@@ -61,57 +67,45 @@ def without_settings(words: list[str]) -> tuple[list[str], list[str]]:
     return [word for word in words if word not in settings], settings
 
 
-def take_settings(args: argparse.Namespace, settings: list[str]) -> None:
-    """Set the options that mean the same as these settings."""
+def apply_settings(args: argparse.Namespace, settings: list[str]) -> None:
+    """Set the flags that correspond to these settings."""
     if not settings:
         return
     from forgefield.config.loading import load_config, override_config, override_keys
     from forgefield.config.typed import select
 
-    options = {f"data.units.{name}": f"{name}_unit" for name in UNITS}
-    options |= {f"data.labels.{name}": f"{name}_key" for name in LABELS}
-    options |= {f"data.{name}": name for name in ("cutoff", "adaptive_cutoff", "max_neighbours")}
-    options = {key: name for key, name in options.items() if hasattr(args, name)}
+    allowed = [key for key, flag in FLAGS.items() if flag in vars(args)]
     verb = f"data {args.data_verb}"
-    if not options:
+    if not allowed:
         raise ForgefieldError(f"'{settings[0]}': forgefield {verb} takes no settings (key=value).")
-    config = override_config(load_config({"name": "data"}), settings, allowed=list(options), verb=verb)
+    config = override_config(load_config({"name": "data"}), settings, allowed=allowed, verb=verb)
     for key in override_keys(settings):
-        setattr(args, options[key], select(config, key))
+        vars(args)[FLAGS[key]] = select(config, key)
 
 
-def spec_of(paths: list[str]) -> Any:
+def source_of(paths: list[str]) -> str | list[str]:
+    """One path, or a list of several."""
     return paths if len(paths) > 1 else paths[0]
 
 
-def reading_of(args: argparse.Namespace) -> tuple[LabelOptions, UnitOptions]:
-    """What `add_reading` took in. Refused where it would change nothing: stores are in eV and A, their labels chosen."""
-    from forgefield.data.options import LabelOptions, UnitOptions
-    from forgefield.data.readers import source_files
-    from forgefield.data.store.store import is_store
-
-    given = [f"--{name}-unit" for name, default in UNITS.items() if getattr(args, f"{name}_unit") != default]
-    given += [f"--{name}-key" for name in LABELS if getattr(args, f"{name}_key") is not None]
-    given += ["--field"] if args.field else []
-    if given and all(is_store(file.path) for file in source_files(spec_of(args.paths))):
-        raise ForgefieldError(
-            f"{given[0]} is for reading files, but {', '.join(args.paths)} is a store: it is in eV and A, and its labels "
-            "were chosen when it was written"
-        )
+def reading_options(args: argparse.Namespace) -> tuple[LabelOptions, UnitOptions]:
+    """The options of `add_reading`."""
+    units = selected(args, *(f"{name}_unit" for name in UNITS))
+    labels = selected(args, *(f"{name}_key" for name in LABELS))
     return (
-        LabelOptions(**{name: getattr(args, f"{name}_key") for name in LABELS}, fields=_fields(args.field)),
-        UnitOptions(**{name: getattr(args, f"{name}_unit") for name in UNITS}),
+        LabelOptions(**{flag.removesuffix("_key"): key for flag, key in labels.items()}, fields=_fields(args.field)),
+        UnitOptions(**{flag.removesuffix("_unit"): unit for flag, unit in units.items()}),
     )
 
 
 def _fields(words: list[str]) -> dict[str, Any] | None:
-    """What `--field` says, as `data.labels.fields`; None where nothing is said."""
+    """`--field` as `data.labels.fields`; None without it."""
     from forgefield.data.field_options import field_options
 
-    found: dict[str, Any] = {}
+    fields: dict[str, Any] = {}
     for word in words:
-        named, *more = word.split(":")
-        name, _, key = named.partition("=")
+        field, *more = word.split(":")
+        name, _, key = field.partition("=")
         options: dict[str, Any] = {"key": key} if key else {}
         try:
             options |= {"per": more[0]} if more else {}
@@ -120,67 +114,25 @@ def _fields(words: list[str]) -> dict[str, Any] | None:
             raise ForgefieldError(f"--field {word}: a shape is numbers with x between them, such as 3 or 3x3") from None
         if len(more) > 2:
             raise ForgefieldError(f"--field {word}: it is NAME=KEY:PER:SHAPE, such as dipole=mu:frame:3")
-        found[name] = options
-    field_options(found)  # refuses what cannot be a field
-    return found or None
+        fields[name] = options
+    field_options(fields)  # raises for what cannot be a field
+    return fields or None
 
 
-def graph_of(args: argparse.Namespace) -> GraphOptions | None:
-    """What `add_graph` took in."""
+def graph_options(args: argparse.Namespace) -> GraphOptions | None:
+    """The options of `add_graph`; None without --cutoff."""
     from forgefield.data.neighbours.graph import GraphOptions
 
-    if args.cutoff is None:
-        for name in ("adaptive_cutoff", "max_neighbours"):
-            if getattr(args, name) is not None:
-                raise ForgefieldError(f"--{name.replace('_', '-')} needs --cutoff, the radius of the neighbour lists")
-        return None
-    return GraphOptions(args.cutoff, adaptive_cutoff=args.adaptive_cutoff, max_neighbours=args.max_neighbours)
-
-
-def refuse_target(target: Path, graph: GraphOptions | None) -> bool:
-    """Refuse a place that frames cannot be written to. Returns whether it is to be a store."""
-    from forgefield.data.readers.registry import file_format
-    from forgefield.data.store.export import is_writable, writable_suffixes
-
-    if target.exists() or target.is_symlink():
-        raise ForgefieldError(f"{target} exists already; delete it or choose another name")
-    if is_writable(target):
-        if graph is not None:
-            raise ForgefieldError(f"--cutoff makes neighbour lists, and {target} cannot hold any; only a store can")
-        if not target.absolute().parent.is_dir():
-            raise ForgefieldError(f"{target}: the folder {target.parent} does not exist")
-        return False
-    if file_format(target) is not None:
-        raise ForgefieldError(
-            f"{target}: files ending in '{target.suffix}' are read but not written; use one of {writable_suffixes()}, or "
-            "a name without ending for a store"
-        )
-    return True
-
-
-def usable_cores() -> int:
-    """Processor cores that this process may use, 8 at most."""
-    count = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    return min(count, MOST_WORKERS)
-
-
-def size_text(n_bytes: int) -> str:
-    """`812 B`, `1.4 MB`, `3.2 GB`."""
-    size = float(n_bytes)
-    for unit in ("B", "kB", "MB", "GB"):
-        if size < 1000:
-            return f"{size:.3g} {unit}"
-        size /= 1000
-    return f"{size:.3g} TB"
-
-
-def counted(n: int, noun: str) -> str:
-    return f"{n} {noun}" if n == 1 else f"{n} {noun}s"
+    options = selected(args, *GRAPH)
+    if options and "cutoff" not in options:
+        flag = next(iter(options)).replace("_", "-")
+        raise ForgefieldError(f"--{flag} needs --cutoff, the radius of the neighbour lists")
+    return GraphOptions(**options) if options else None
 
 
 @contextmanager
-def progress_bar(what: str, noun: str = "frames", *, speed: bool = True) -> Iterator[Report]:
-    """A bar on stderr where that is a terminal; else nothing. Gives the function that moves it: done, and total if known."""
+def progress_bar(title: str, noun: str = "frames", *, speed: bool = True) -> Iterator[Report]:
+    """A progress bar on stderr if that is a terminal. Yields the function that updates it: done, and total if known."""
     if not sys.stderr.isatty():
         yield lambda done, total: None
         return
@@ -189,14 +141,14 @@ def progress_bar(what: str, noun: str = "frames", *, speed: bool = True) -> Iter
     from rich.text import Text
 
     class Speed(ProgressColumn):
-        def render(self, task: Any) -> Text:
+        def render(self, task: Task) -> Text:
             pace = task.finished_speed or task.speed
             return Text("" if pace is None else f"{pace:,.0f} {noun}/s")
 
-    columns: list[Any] = [TextColumn("{task.description}"), BarColumn(), TaskProgressColumn()]
+    columns: list[ProgressColumn] = [TextColumn("{task.description}"), BarColumn(), TaskProgressColumn()]
     if speed:
         columns += [TextColumn("{task.completed:.0f} " + noun), Speed()]
     columns += [TimeRemainingColumn(compact=True)]
     with Progress(*columns, console=Console(stderr=True), transient=True, speed_estimate_period=30) as bar:
-        task = bar.add_task(what, total=None)
+        task = bar.add_task(title, total=None)
         yield lambda done, total: bar.update(task, completed=done, total=None if total is None else max(done, total))

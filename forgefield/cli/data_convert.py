@@ -17,30 +17,16 @@ from __future__ import annotations
 import argparse
 import sys
 import time
-from collections.abc import Iterator
-from pathlib import Path
-from typing import TYPE_CHECKING
 
 from forgefield.cli.data_arguments import (
     add_graph,
     add_reading,
-    counted,
-    graph_of,
+    graph_options,
     progress_bar,
-    reading_of,
-    refuse_target,
-    size_text,
-    spec_of,
-    usable_cores,
+    reading_options,
+    source_of,
 )
-from forgefield.errors import ForgefieldError
 from forgefield.processes import Terminated
-
-if TYPE_CHECKING:
-    from forgefield.data.frame import Frame
-    from forgefield.data.neighbours.graph import GraphOptions
-    from forgefield.data.options import LabelOptions, UnitOptions
-    from forgefield.data.readers import SourceFile
 
 SUMMARY = "convert data of any format to a store (may be larger than memory, starts quickly) or to a structure file"
 
@@ -59,76 +45,25 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    target, graph = Path(args.target), graph_of(args)
-    if args.workers is not None and args.workers < 1:
-        raise ForgefieldError(f"--workers is {args.workers}; it should be at least 1")
-    to_store = refuse_target(target, graph)
-    if not to_store and args.workers is not None:
-        raise ForgefieldError(f"--workers is for stores; {target} is written by one process")
-    labels, units = reading_of(args)
-    begin = time.monotonic()
-    if to_store:
-        return _to_store(args, target, labels, units, graph, begin)
-    from forgefield.data.readers import source_files
-    from forgefield.data.store.convert import frames_in, units_of
-    from forgefield.data.store.export import write_frames
+    from forgefield.data.conversion import convert_data
 
-    files = source_files(spec_of(args.paths))
-    with progress_bar("converting") as report:
-        total = frames_in([unit for file in files for unit in units_of(file)])
-        frames = _frames(files, ", ".join(args.paths), labels, units)
-        n_frames, n_atoms = write_frames(frames, target, lambda done: report(done, total))
-    print(summary(target, n_frames, n_atoms, target.stat().st_size, time.monotonic() - begin))
-    return 0
-
-
-def _to_store(
-    args: argparse.Namespace,
-    target: Path,
-    labels: LabelOptions,
-    units: UnitOptions,
-    graph: GraphOptions | None,
-    begin: float,
-) -> int:
-    from forgefield.data.store.convert import convert
-    from forgefield.data.store.store import open_store
-
+    begin, (labels, units), graph = time.monotonic(), reading_options(args), graph_options(args)
     try:
         with progress_bar("converting") as report:
-            manifest = convert(
-                spec_of(args.paths),
-                target,
+            written = convert_data(
+                source_of(args.paths),
+                args.target,
                 labels=labels,
                 units=units,
                 graph=graph,
-                workers=args.workers or usable_cores(),
+                workers=args.workers,
                 progress=report,
             )
     except (KeyboardInterrupt, Terminated) as stopped:
         how, code = ("interrupted", 130) if isinstance(stopped, KeyboardInterrupt) else (f"stopped by {stopped}", 143)
-        print(f"{how}: run the same command to resume; finished parts are kept in {target}.partial", file=sys.stderr)
+        print(
+            f"{how}: run the same command to resume; finished parts are kept in {args.target}.partial", file=sys.stderr
+        )
         return code
-    n_bytes = open_store(target).n_bytes
-    print(summary(target, manifest["n_frames"], manifest["n_atoms"], n_bytes, time.monotonic() - begin))
+    print(f"wrote {written}, in {time.monotonic() - begin:.1f} s\nin a config:  data.train: {written.path}")
     return 0
-
-
-def _frames(files: list[SourceFile], what: str, labels: LabelOptions, units: UnitOptions) -> Iterator[Frame]:
-    """All frames, one after the other; a label that was named and never came is an error at the end."""
-    from forgefield.data.labels.label_reader import LabelReader
-    from forgefield.data.readers import frames_of
-    from forgefield.data.store.store import is_store, open_store
-
-    reader = LabelReader(labels, units)
-    for file in files:
-        if is_store(file.path):  # many frames are read together there
-            yield from map(reader.stored, open_store(file.path).table(factor=file.weight))
-        else:
-            yield from frames_of(file, reader, units)
-    reader.finish(what)
-
-
-def summary(target: Path, n_frames: int, n_atoms: int, n_bytes: int, seconds: float) -> str:
-    """What was written, and how to train on it."""
-    counts = f"{counted(n_frames, 'frame')}, {counted(n_atoms, 'atom')}, {size_text(n_bytes)}"
-    return f"wrote {target}: {counts}, in {seconds:.1f} s\nin a config:  data.train: {target}"

@@ -12,16 +12,15 @@ examples:
 from __future__ import annotations
 
 import argparse
-import json
 import time
 from pathlib import Path
 
-from forgefield.cli.data_arguments import counted, progress_bar, size_text
-from forgefield.errors import ForgefieldError
+from forgefield.cli.arguments import add_option
+from forgefield.cli.data_arguments import progress_bar
+from forgefield.ldos.options import PointsOptions
+from forgefield.text import counted, size_text
 
 SUMMARY = "convert cube or xsf files, one for each level, to the LDOS of a snapshot"
-UNITS = {"ldos": "1/(Ry*Bohr^3)", "density": "1/Bohr^3"}
-"""In which pp.x writes."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -29,50 +28,32 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "-o", "--out", required=True, metavar="FILE", help="array to write, such as Be_snapshot0.out.npy"
     )
-    parser.add_argument("--target", default="ldos", choices=sorted(UNITS), help="quantity in the files (default: ldos)")
-    parser.add_argument("--units", metavar="UNIT", help="unit in the files (1/(Ry*Bohr^3), for a density 1/Bohr^3)")
-    parser.add_argument("--info", metavar="FILE", help="output of pw.x, to store as .info.json next to the array")
+    add_option(parser, "--target", PointsOptions, "target")
+    add_option(parser, "--units", PointsOptions, "units", default="as pp.x writes, 1/(Ry*Bohr^3) or 1/Bohr^3")
+    parser.add_argument(
+        "--info", metavar="FILE", type=Path, help="output of pw.x, to store as .info.json next to the array"
+    )
     parser.add_argument("--double", action="store_true", help="write float64 (default: float32)")
 
 
 def run(args: argparse.Namespace) -> int:
     import numpy as np
 
-    from forgefield.ldos.data.cube import cubes_to_array, level_files
+    from forgefield.ldos.data.cube import convert_cubes
 
     begin, out = time.monotonic(), Path(args.out)
-    if out.suffix != ".npy":
-        raise ForgefieldError(f"{out}: the array is written as .npy; choose a name that ends so")
-    if out.exists():
-        raise ForgefieldError(f"{out} exists already; delete it or choose another name")
-    files = level_files(args.paths)
-    information = None if args.info is None else _information(Path(args.info), out)
-    with progress_bar("reading") as report:
-        shape = cubes_to_array(
-            files,
+    with progress_bar("reading", "levels") as report:
+        shape, info = convert_cubes(
+            args.paths,
             out,
-            target=args.target,
-            units=args.units or UNITS[args.target],
+            target=args.target or PointsOptions.target,
+            units=args.units,
+            info=args.info,
             dtype=np.float64 if args.double else np.float32,
             progress=report,
         )
-    grid = " x ".join(map(str, shape[:3]))
-    size = size_text(out.stat().st_size)
+    grid, size = " x ".join(map(str, shape[:3])), size_text(out.stat().st_size)
     print(f"wrote {out}: {counted(shape[3], 'level')} on {grid} points, {size}, in {time.monotonic() - begin:.1f} s")
-    if information is not None:
-        information[0].write_text(information[1])
-        print(f"wrote {information[0]}")
+    if info is not None:
+        print(f"wrote {info}")
     return 0
-
-
-def _information(source: Path, out: Path) -> tuple[Path, str]:
-    """Name and content of the .info.json that goes with an array."""
-    from forgefield.ldos.data.finding import base_name
-    from forgefield.ldos.data.info import read_info
-    from forgefield.ldos.data.rows import require_file
-
-    require_file(source)
-    path = out.with_name(f"{base_name(out)}.info.json")
-    if path.exists():
-        raise ForgefieldError(f"{path} exists already; delete it or leave --info out")
-    return path, json.dumps(read_info(source).to_json(), indent=1)

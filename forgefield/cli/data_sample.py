@@ -14,17 +14,10 @@ from __future__ import annotations
 import argparse
 import time
 from pathlib import Path
-from typing import TYPE_CHECKING
 
-from forgefield.cli.data_arguments import add_graph, add_reading, graph_of, reading_of, refuse_target, spec_of
-from forgefield.cli.data_convert import summary
-
-if TYPE_CHECKING:
-    from forgefield.data.store.table import FrameTable
+from forgefield.cli.data_arguments import add_graph, add_reading, graph_options, reading_options, source_of
 
 SUMMARY = "select a small representative sample"
-SHOWN = 10
-"""How many sources are listed."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -36,35 +29,19 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def _number(word: str) -> int:
-    try:
-        number = int(word)
-    except ValueError:
-        number = 0
-    if number < 1:
-        raise argparse.ArgumentTypeError(f"the last word says how many frames, a number of at least 1, not '{word}'")
-    return number
+    if not word.isdecimal() or int(word) < 1:
+        raise argparse.ArgumentTypeError(f"the last word is the number of frames, 1 or more, not '{word}'")
+    return int(word)
 
 
 def run(args: argparse.Namespace) -> int:
-    from forgefield.data.reading import read_table
-    from forgefield.data.splits import representative_rows
-    from forgefield.data.store.convert import store_frames
-    from forgefield.data.store.export import write_frames
-    from forgefield.data.store.store import open_store
+    from forgefield.data.conversion import sample_data
 
-    begin, graph = time.monotonic(), graph_of(args)
+    begin, (labels, units), graph = time.monotonic(), reading_options(args), graph_options(args)
     target = Path(args.out) if args.out is not None else _default_name(args.paths[0], args.number)
-    to_store = refuse_target(target, graph)
-    table = read_table(spec_of(args.paths), *reading_of(args))
-    rows = representative_rows(table, args.number)
-    chosen = table.select(rows)
-    if to_store:
-        store_frames(chosen, target, graph)
-    else:
-        write_frames(chosen, target)
-    n_bytes = open_store(target).n_bytes if to_store else target.stat().st_size
-    print(taken(chosen, len(table)))
-    print(summary(target, len(chosen), int(chosen.n_atoms.sum()), n_bytes, time.monotonic() - begin))
+    sample = sample_data(source_of(args.paths), args.number, target, labels=labels, units=units, graph=graph)
+    print(sample)
+    print(f"wrote {sample.written}, in {time.monotonic() - begin:.1f} s\nin a config:  data.train: {target}")
     return 0
 
 
@@ -72,22 +49,3 @@ def _default_name(source: str, number: int) -> Path:
     path = Path(source.partition("#")[0])
     stem = path.name if path.is_dir() else path.stem
     return Path(f"{stem.strip('*?[]') or 'sample'}-{number}.extxyz")
-
-
-def taken(chosen: FrameTable, of: int) -> str:
-    """Which frames were taken, by source: `water.extxyz: frames 0, 4, 8`."""
-    by_source: dict[str, list[int]] = {}
-    for frame in chosen:
-        by_source.setdefault(frame.source, []).append(frame.index)
-    lines = [f"{len(chosen)} of {of} frames" + ("" if len(chosen) < of else ": all there are")]
-    for source, indices in list(by_source.items())[:SHOWN]:
-        lines.append(f"  {source}: {'frame' if len(indices) == 1 else 'frames'} {_numbers(indices)}")
-    if len(by_source) > SHOWN:
-        rest = list(by_source.values())[SHOWN:]
-        lines.append(f"  and {sum(map(len, rest))} frames of {len(rest)} more")
-    return "\n".join(lines)
-
-
-def _numbers(indices: list[int]) -> str:
-    shown = ", ".join(map(str, indices[:SHOWN]))
-    return shown if len(indices) <= SHOWN else f"{shown}, ... ({len(indices)} in all)"

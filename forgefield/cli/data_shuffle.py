@@ -14,8 +14,11 @@ import argparse
 import time
 from pathlib import Path
 
-from forgefield.cli.data_arguments import counted, progress_bar, size_text, spec_of
+from forgefield.cli.arguments import add_option
+from forgefield.cli.data_arguments import progress_bar, source_of
 from forgefield.errors import ForgefieldError
+from forgefield.ldos.options import PointsOptions
+from forgefield.text import counted, size_text
 
 SUMMARY = "write the grid points of snapshots to new files in random order"
 
@@ -31,21 +34,21 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--name", default="shuffled", metavar="NAME", help="files are NAME0.in.npy, ... (default: shuffled)"
     )
     parser.add_argument("--target", default="ldos", metavar="KIND", help="ldos, dos or density (default: ldos)")
-    parser.add_argument("--units", metavar="UNIT", help="unit of the targets in the files (default: the standard one)")
+    add_option(parser, "--units", PointsOptions, "units")
     parser.add_argument(
         "--memory", type=float, default=4.0, metavar="GB", help="approximate memory to use (default: 4)"
     )
 
 
 def run(args: argparse.Namespace) -> int:
-    from forgefield.ldos.data.finding import find_snapshots
     from forgefield.ldos.data.shuffle import shuffle_snapshots
+    from forgefield.ldos.data.snapshot_files import find_snapshots
     from forgefield.ldos.data.table import PointTable
 
     if not args.memory > 0:
         raise ForgefieldError(f"--memory is {args.memory:g}; it should be more than 0")
     begin, folder = time.monotonic(), Path(args.out)
-    found = find_snapshots(spec_of(args.paths), target=args.target, units=args.units, setting="SNAPSHOT")
+    found = find_snapshots(source_of(args.paths), target=args.target, units=args.units, setting="SNAPSHOT")
     table = PointTable(found)
     with progress_bar("shuffling") as report:
         shuffle_snapshots(

@@ -3,15 +3,9 @@
 from __future__ import annotations
 
 import argparse
-from pathlib import Path
-from typing import TYPE_CHECKING
 
 from forgefield.cli.arguments import add_trust
-from forgefield.errors import ForgefieldError
-from forgefield.models.registry import export_formats, exporter
-
-if TYPE_CHECKING:
-    from forgefield.runs import Run
+from forgefield.models.registry import export_formats
 
 PACKAGE_SUFFIX = ".ff"
 MLIAP = "mliap"
@@ -48,34 +42,22 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    from forgefield.inference.packages import write_package
-    from forgefield.runs import Run
+    from forgefield import api
 
-    if Path(args.out).exists() and not args.force:
-        raise ForgefieldError(f"{args.out} exists already; --force overwrites it, -o FILE names another.")
-    opened = Run.open(args.run, trust_code=args.trust_code)
-    opened.require_head(args.head)
-    if args.to is None:
-        if args.sel is not None:
-            raise ForgefieldError("--sel is an option of --to deepmd.")
-        written = write_package(opened, args.out, which=args.which, head=args.head, licence=args.licence)
-    else:
-        if args.licence is not None:
-            raise ForgefieldError(f"--licence is stored in packages only; files of {args.to} have no field for it.")
-        if args.to == MLIAP:
-            return _export_mliap(opened, args)
-        written = exporter(args.to)(
-            opened.load_potential(args.which, args.device, head=args.head), args.out, sel=args.sel
-        )
-    print(f"wrote {written}")
-    return 0
-
-
-def _export_mliap(opened: Run, args: argparse.Namespace) -> int:
-    from forgefield.inference.lammps.mliap import write_mliap
-
-    if args.sel is not None:
-        raise ForgefieldError("--sel is an option of --to deepmd.")
-    written = write_mliap(opened, args.out, which=args.which, head=args.head)
-    print(f"wrote {written}; LAMMPS reads it with: pair_style mliap unified {written} 0")
+    written = api.export(
+        args.run,
+        args.out,
+        to=args.to,
+        which=args.which,
+        head=args.head,
+        device=args.device,
+        licence=args.licence,
+        sel=args.sel,
+        overwrite=args.force,
+        trust_code=args.trust_code,
+    )
+    print(
+        f"wrote {written}"
+        + (f"; LAMMPS reads it with: pair_style mliap unified {written} 0" if args.to == MLIAP else "")
+    )
     return 0

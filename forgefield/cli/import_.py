@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import argparse
 
+from forgefield.cli.arguments import add_option, selected
 from forgefield.cli.importing import for_good
 from forgefield.models.registry import import_formats
+from forgefield.settings import Config
 
 EXAMPLES = """\
 examples:
@@ -25,8 +27,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     files = "; ".join(f"{', '.join(names)}: {text}" for text, names in programs.items())
     parser.add_argument("program", choices=list(formats), help="kind of model")
     parser.add_argument("file", help=files)
-    parser.add_argument("--name", help="name of the run (default: name of the file)")
-    parser.add_argument("--out", default="runs", help="folder of the run (default: runs)")
+    add_option(parser, "--name", Config, "name", default="name of the file")
+    add_option(parser, "--out", Config, "out", metavar="FOLDER")
     parser.add_argument(
         "--options",
         help="state dict: JSON file with the model section it was trained with; ase: JSON file with the calculator's arguments",
@@ -44,7 +46,7 @@ def run(args: argparse.Namespace) -> int:
         from forgefield.models.importing import ImportRequest
 
     request = ImportRequest(args.file, args.options, args.species, args.head, args.weights)
-    created, model = import_model(args.program, request, name=args.name, out=args.out)
+    created, model = import_model(args.program, request, name=args.name, **selected(args, "out"))
     print(f"{created.path}: {model.origin}, {model.description}")
     if model.checked:
         print(model.checked)

@@ -7,13 +7,24 @@ from __future__ import annotations
 
 import argparse
 
-from forgefield.cli.arguments import READING, add_overrides, add_run_arguments, device_name, refuse_files
+from forgefield.cli.arguments import (
+    READING,
+    add_option,
+    add_overrides,
+    add_run_arguments,
+    device_name,
+    refuse_files,
+    selected,
+)
 from forgefield.cli.importing import for_good
+from forgefield.ldos.options import ElectronOptions
 
 TAKES = (*READING, "data.batch.frames")
 EXAMPLES = """\
 examples:
   forgefield predict runs/water new.extxyz -o out.extxyz
+  forgefield predict runs/water new.extxyz -o out.extxyz --uncertainty forces
+  forgefield predict runs/seed1 new.extxyz -o out.extxyz --ensemble runs/seed2 --ensemble runs/seed3
   forgefield predict runs/be new.xyz --temperature 300 -o out          LDOS run: the folder out
 """
 
@@ -30,26 +41,26 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="file to write (.extxyz, .traj, .db); for an LDOS run: a folder",
     )
     parser.add_argument("--force", "--overwrite", action="store_true", help="overwrite the file OUT if it exists")
+    parser.add_argument(
+        "--uncertainty",
+        choices=("energy", "forces"),
+        help="also write uncertainties, of energies alone or of forces too (see forgefield uncertainty)",
+    )
+    parser.add_argument(
+        "--ensemble",
+        metavar="RUN",
+        action="append",
+        default=[],
+        help="another run; the mean of all runs is predicted, with uncertainties and deviations (may be repeated)",
+    )
+    parser.add_argument(
+        "--model-devi", metavar="FILE", help="write the deviations of an ensemble in DeePMD-kit's format"
+    )
     group = parser.add_argument_group("LDOS runs")
-    group.add_argument("--temperature", type=float, metavar="K", help="temperature of the electrons")
-    group.add_argument(
-        "--grid",
-        type=int,
-        nargs=3,
-        metavar=("NX", "NY", "NZ"),
-        help="points along each cell vector (default: as in training)",
-    )
-    group.add_argument("--spacing", type=float, metavar="A", help="distance between grid points, instead of --grid")
-    group.add_argument(
-        "--pseudopotentials", metavar="FOLDER", help="UPF files, for the free energy (default: the run's)"
-    )
-    group.add_argument(
-        "--electrons",
-        type=float,
-        metavar="N",
-        help="electrons in the cell (default: from the pseudopotentials)",
-    )
-    group.add_argument("--ldos", action="store_true", help="also write the LDOS")
+    for name in ("temperature", "spacing", "electrons", "ldos"):
+        add_option(group, f"--{name}", ElectronOptions, name)
+    add_option(group, "--grid", ElectronOptions, "grid", read=int, nargs=3, metavar=("NX", "NY", "NZ"))
+    add_option(group, "--pseudopotentials", ElectronOptions, "pseudopotentials", metavar="FOLDER")
     add_overrides(parser, TAKES)
 
 
@@ -73,16 +84,15 @@ def run(args: argparse.Namespace) -> int:
         device=device,
         labels_required=any(key.startswith("data.labels") for key in override_keys(overrides)),
         batch=None if options is None or "data.batch.frames" not in override_keys(overrides) else options.batch.frames,
-        electrons=api.ElectronOptions(
-            temperature=args.temperature,
-            grid=args.grid,
-            spacing=args.spacing,
-            pseudopotentials=args.pseudopotentials,
-            electrons=args.electrons,
-            ldos=args.ldos,
+        electrons=ElectronOptions(
+            **selected(args, "temperature", "grid", "spacing", "pseudopotentials", "electrons", "ldos")
         ),
         overwrite=args.force,
         notify=print,
+        trust_code=args.trust_code,
+        uncertainty=args.uncertainty,
+        ensemble=args.ensemble,
+        model_devi=args.model_devi,
     )
     print(f"wrote {written}")
     return 0

@@ -7,18 +7,18 @@ from __future__ import annotations
 
 import argparse
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from forgefield.cli.arguments import READING, add_overrides, add_run_arguments, device_name, is_override, refuse_files
 from forgefield.cli.importing import for_good
 from forgefield.errors import ForgefieldError
+from forgefield.text import counted
 
 if TYPE_CHECKING:
     from forgefield.parallel.ranks import Ranks
-    from forgefield.runs import Run
 
 SUSPICIOUS = 20_000.0
-"""Energy error, meV/atom, that no model makes and a wrong unit does."""
+"""Energy error, meV/atom, above which the unit is probably wrong."""
 TAKES = (*READING, "data.test", "data.eval_batch", "data.batch", "data.neighbours", "data.lazy")
 OF_POINTS = ("data.test", "data.points.units", "data.points.pseudopotentials", "data.eval_batch")
 
@@ -53,7 +53,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _run(args: argparse.Namespace, ranks: Ranks) -> int:
-    # An override right behind the files of --data is taken for one of them.
+    # argparse takes overrides that follow the files of --data for files.
     words = args.data or []
     files = [word for word in words if Path(word).exists() or not is_override(word)]
     overrides = refuse_files([*(word for word in words if word not in files), *args.overrides])
@@ -63,6 +63,7 @@ def _run(args: argparse.Namespace, ranks: Ranks) -> int:
         from forgefield import api
     from forgefield.config.loading import override_config, override_keys
     from forgefield.data.paths import is_named, test_sets, title
+    from forgefield.evaluation import require_test_data
     from forgefield.ldos.observables import OBSERVABLE_UNITS
     from forgefield.runs import Run
     from forgefield.training.run.summary import end_summary
@@ -71,9 +72,9 @@ def _run(args: argparse.Namespace, ranks: Ranks) -> int:
     takes = OF_POINTS if opened.of_points else TAKES
     options = override_config(opened.config, overrides, allowed=takes, verb="test").data if overrides else None
     if files and "data.test" in override_keys(overrides):
-        raise ForgefieldError("--data and data.test both say what to test on; leave one of them out.")
+        raise ForgefieldError("--data and data.test both name data to test on; leave one of them out.")
     named = options.test if options is not None else opened.config.data.test
-    data: Any = (files[0] if len(files) == 1 else files) if files else _own_data(opened, named)
+    data = (files[0] if len(files) == 1 else files) if files else require_test_data(opened, named)
     sets = {title(name): source for name, source in test_sets(data).items()}
     errors = api.test(
         opened,
@@ -87,9 +88,9 @@ def _run(args: argparse.Namespace, ranks: Ranks) -> int:
     if not ranks.is_rank_zero:
         return 0
     opened = opened.writable()
-    results = {title(f"test-{name}"): found for name, found in errors.items()} if is_named(data) else {"test": errors}
-    hints = [f"{name}: {_in_words(source)}; {args.which} weights" for name, source in sets.items()]
-    if any(found.get("energy_mae", 0.0) > SUSPICIOUS for found in results.values()):
+    results = {title(f"test-{name}"): values for name, values in errors.items()} if is_named(data) else {"test": errors}
+    hints = [f"{name}: {_sources(source)}; {args.which} weights" for name, source in sets.items()]
+    if any(values.get("energy_mae", 0.0) > SUSPICIOUS for values in results.values()):
         hints.append("energies are off by more than 20 eV/atom: are units and reference those of the training data?")
     end_summary(
         Console(highlight=False),
@@ -102,21 +103,6 @@ def _run(args: argparse.Namespace, ranks: Ranks) -> int:
     return 0
 
 
-def _in_words(source: Any) -> str:
+def _sources(source: object) -> str:
     sources = [str(each) for each in source] if isinstance(source, list) else [str(source)]
-    return f"{len(sources)} source{'s' if len(sources) > 1 else ''}: {', '.join(sources)}"
-
-
-def _own_data(opened: Run, named: Any) -> Any:
-    """What `data.test` of the run, or of the command line, names."""
-
-    instead = f"name {'snapshots with --data SNAPSHOTS' if opened.of_points else 'files with --data FILE'}."
-    if named is None or named == []:
-        raise ForgefieldError(f"Run {opened.name} has no data.test; {instead}")
-    if isinstance(named, (int, float)):
-        held = "points" if opened.of_points else "frames"
-        raise ForgefieldError(
-            f"data.test={named} of run {opened.name} holds back {held} of data.train, which were measured when the training "
-            f"ended (test.json); for others, {instead}"
-        )
-    return named
+    return f"{counted(len(sources), 'source')}: {', '.join(sources)}"

@@ -12,9 +12,10 @@ import json
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from forgefield.cli.arguments import CONFIG_SUFFIXES, HelpOptions, add_trust, split_config
+from forgefield.cli.arguments import CONFIG_SUFFIXES, HelpOptions, add_option, add_trust, split_config
 from forgefield.cli.importing import for_good
 from forgefield.errors import ForgefieldError
+from forgefield.settings import Config
 
 if TYPE_CHECKING:
     from forgefield.parallel.ranks import Ranks
@@ -44,7 +45,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "-cp", "--config-path", metavar="DIR", help="folder of the config (default: the current folder)"
     )
-    parser.add_argument("--name", help="name of the run (default: that of the config)")
+    add_option(parser, "--name", Config, "name")
     parser.add_argument("--fresh", action="store_true", help="start over; an existing run of that name is renamed")
     initial = parser.add_mutually_exclusive_group()
     initial.add_argument(
@@ -112,7 +113,7 @@ def _run(args: argparse.Namespace, ranks: Ranks) -> int:
 
 
 def _take_run(args: argparse.Namespace) -> Path | None:
-    """Remove the run folder from the words of the command line and give it; None where there is none."""
+    """Remove the run folder from the words of the command line and return it; None if there is none."""
     for word in args.words:
         if word.endswith(".ff") and Path(word).is_file():
             raise ForgefieldError(
@@ -127,7 +128,7 @@ def _take_run(args: argparse.Namespace) -> Path | None:
 
 
 def _print_notes(config: Path) -> None:
-    """What became of keys of a DeePMD-kit input that have no setting of their own."""
+    """Print how keys of a DeePMD-kit input that do not correspond to a setting are treated."""
     from forgefield.config.deepmd import is_deepmd_input, read_input, translation
 
     content = read_input(config)
@@ -144,9 +145,9 @@ def config_and_overrides(args: argparse.Namespace) -> tuple[Path | None, list[st
     overrides += _initial_model(args, overrides)
     name, folder = args.config_name, args.config_path
     if word is not None and name is not None:
-        raise ForgefieldError(f"the config is given twice: {word} and -cn {name}.")
+        raise ForgefieldError(f"two configs are named: {word} and -cn {name}.")
     if folder is not None and name is None:
-        raise ForgefieldError("-cp names a folder; say which config in it with -cn NAME.")
+        raise ForgefieldError("-cp names a folder; name the config in it with -cn NAME.")
     if name is None:
         return (None if word is None else Path(word)), overrides
     return Path(folder or "") / (name if name.endswith(CONFIG_SUFFIXES) else f"{name}.yaml"), overrides
@@ -159,7 +160,5 @@ def _initial_model(args: argparse.Namespace, overrides: list[str]) -> list[str]:
         return []
     for text in overrides:
         if text.lstrip("+~").partition("=")[0] in ("model", "model.from", "model.shifts"):
-            raise ForgefieldError(
-                f"{flag} says where the model comes from, and so does '{text}'; leave one of them out."
-            )
+            raise ForgefieldError(f"{flag} and '{text}' both set the initial model; leave one of them out.")
     return [f"model.from={json.dumps(run)}", *(["model.shifts=fit"] if flag == "--finetune" else [])]

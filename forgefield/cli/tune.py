@@ -1,4 +1,4 @@
-"""Search for good settings: train with different values of some settings, end unpromising trainings early, keep the best.
+"""Search for good settings: train with different values of some settings, and end unpromising trainings early.
 
 The settings to vary are in the section `tune` of the config, or given with --space. Run the same command again to resume the
 search; commands on several machines with the same tune.storage search together. Needs Optuna.
@@ -8,9 +8,10 @@ from __future__ import annotations
 
 import argparse
 
-from forgefield.cli.arguments import add_trust, split_config
+from forgefield.cli.arguments import add_option, add_trust, split_config
 from forgefield.cli.importing import for_good
 from forgefield.errors import ForgefieldError
+from forgefield.tuning.options import TuneOptions
 
 EXAMPLES = """\
 examples:
@@ -30,9 +31,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="KEY=SPEC",
         action="append",
         default=[],
-        help="setting to vary, besides tune.space",
+        help="setting to vary, in addition to tune.space",
     )
-    parser.add_argument("--trials", type=int, metavar="N", help="total number of trainings (default: tune.trials)")
+    add_option(parser, "--trials", TuneOptions, "trials", metavar="N", default="tune.trials")
     parser.add_argument(
         "--workers", type=int, metavar="N", default=1, help="number of processes on this machine (default: 1)"
     )

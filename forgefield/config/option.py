@@ -107,6 +107,11 @@ def limits_of(field: dataclasses.Field[Any]) -> Limits:
     return limits if isinstance(limits, Limits) else Limits()
 
 
+def declared_limits(cls: type, name: str) -> Limits:
+    """What is declared about the field `name` of a dataclass."""
+    return next(limits_of(field) for field in dataclasses.fields(cls) if field.name == name)
+
+
 @functools.cache
 def field_docs(cls: type) -> dict[str, str]:
     """Field name -> its docstring as one line, inherited fields included; fields without one are left out."""

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import dataclasses
+import os
+import re
 import textwrap
 import typing
 from collections.abc import Iterator, Sequence
 from functools import cache
+from pathlib import Path
 from typing import Any
 
 from forgefield.config.nearest import did_you_mean
@@ -24,7 +27,15 @@ Every option with its type, default, allowed values, unit and meaning. `forgefie
 same in a terminal. Options of models are in [Options of models](model-options.md); `trainer` takes any argument of
 `lightning.Trainer`. How configs are written and overridden: [Write and change a config](../guides/configure.md).
 """
-_NAMES = {int: "integer", float: "number", str: "text", bool: "true or false", Any: "any value"}
+_NAMES = {
+    int: "integer",
+    float: "number",
+    str: "text",
+    bool: "true or false",
+    Path: "path",
+    os.PathLike: "path",
+    Any: "any value",
+}
 WIDTH = 100
 """Line length of the help in a terminal."""
 
@@ -141,14 +152,24 @@ def _wrapped(text: str) -> list[str]:
     return textwrap.wrap(text, WIDTH, initial_indent="    ", subsequent_indent="    ")
 
 
-def flag_help(key: str) -> str:
-    """The description of an option as the help of a command-line flag."""
-    parent, _, name = key.rpartition(".")
-    section = next(section for section in sections() if parent in section.keys)
-    entry = next(entry for entry in section.entries if entry.name == name)
+def flag_help(cls: type, name: str, *, default: str | None = None) -> str:
+    """The declaration of an option as the help of a command-line flag: description, unit, allowed values and default.
+
+    default: what is used without the flag, if it is not the declared default.
+    """
+    field = next(field for field in dataclasses.fields(cls) if field.name == name)
+    entry = _entry(cls, field)
     first = first_sentence(entry.description)
-    text = first[:1].lower() + first[1:]
-    return (text + (f", {entry.unit}" if entry.unit else "") + f" ({key})").replace("%", "%%")
+    text = first if first[:2].isupper() else first[:1].lower() + first[1:]
+    text += f", {entry.unit}" if entry.unit else ""
+    choices = [flow(choice) for choice in limits_of(field).choices]
+    if entry.type.startswith("list") and not all(choice in text for choice in choices):
+        text += f": {', '.join(choices)}"
+    described = re.search(r"Default: (.*?)(?:(?<!\.)\. (?=[A-Z])|\.?$)", entry.description)
+    if default is None and entry.default not in ("null", "[]", "false", "true"):
+        default = entry.default
+    default = default or (described[1] if described is not None else "")
+    return (text + (f" (default: {default})" if default else "")).replace("%", "%%").replace("`", "")
 
 
 def _walk(cls: type, key: str, note: str) -> Iterator[tuple[str, type, str]]:
@@ -197,4 +218,4 @@ def _type_name(kind: Any) -> str:
     if origin in (list, Sequence):
         item = _type_name(arguments[0])
         return "list" if arguments[0] is Any else f"list of {item if arguments[0] is str else f'{item}s'}"
-    return _NAMES[kind] if origin is None else "mapping"
+    return _NAMES.get(origin or kind, "mapping")

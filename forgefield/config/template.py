@@ -10,12 +10,15 @@ import dataclasses
 import textwrap
 import typing
 from collections.abc import Iterator, Mapping
+from pathlib import Path
 from typing import Any
 
 import yaml
 
 from forgefield.config.option import allowed_values, class_doc, field_docs, limits_of
+from forgefield.config.sources import YAML_SUFFIXES
 from forgefield.config.typed import field_types, section_class
+from forgefield.errors import ForgefieldError
 from forgefield.ldos.options import FRAMES_ONLY, PointTaskOptions
 from forgefield.settings import Config, as_dict, has_points
 from forgefield.tasks.options import BRANCHES, DENOISE, TARGETS, FieldTargetOptions, TaskOptions
@@ -62,6 +65,25 @@ def plain_yaml(values: Mapping[str, Any]) -> str:
     """Values as YAML without comments, one setting a line."""
     text: str = yaml.dump(values, Dumper=_Dumper, default_flow_style=False, allow_unicode=True, sort_keys=False)
     return text
+
+
+def require_config_path(path: Path, *, overwrite: bool) -> None:
+    """Raise unless a config can be written to `path`."""
+    if path.suffix not in YAML_SUFFIXES:
+        raise ForgefieldError(f"{path}: a config ends in .yaml.")
+    if not path.absolute().parent.is_dir():
+        raise ForgefieldError(f"{path}: there is no folder {path.parent}.")
+    if path.exists() and not overwrite:
+        raise ForgefieldError(f"{path} exists already; --force overwrites it, -o FILE names another.")
+
+
+def write_config(path: Path, text: str) -> Path:
+    """Write the text of a config."""
+    try:
+        path.write_text(text, encoding="utf-8")
+    except OSError as error:
+        raise ForgefieldError(f"{path} cannot be written: {error.strerror}.") from error
+    return path
 
 
 def _drop(values: Any, key: str) -> None:

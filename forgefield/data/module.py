@@ -9,10 +9,9 @@ from pathlib import Path
 
 import lightning
 
-from forgefield.config.starter import LARGE_FORCES
 from forgefield.data.batch import BatchSpec, Noise
 from forgefield.data.dataset import GraphDataset
-from forgefield.data.inspection.suspicions import cutoff_warnings, isolated_atom_warnings, label_warnings
+from forgefield.data.inspection.suspicions import LARGE_FORCES, cutoff_warnings, isolated_atom_warnings, label_warnings
 from forgefield.data.neighbours.edges import Progress
 from forgefield.data.options import DataOptions
 from forgefield.data.reading import Progress as ConversionProgress

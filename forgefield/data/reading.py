@@ -10,27 +10,24 @@ import fcntl
 import hashlib
 import json
 import logging
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, replace
 from itertools import groupby
 from pathlib import Path
 
-from forgefield.data.field_options import FieldOptions, field_options
 from forgefield.data.labels.fields import Fields, select_fields
-from forgefield.data.labels.label_reader import USUAL_NAMES, LabelReader, is_none
+from forgefield.data.labels.label_reader import LabelReader, is_none
 from forgefield.data.neighbours.graph import GraphOptions, same_graph
 from forgefield.data.options import LabelOptions, UnitOptions
 from forgefield.data.readers import SourceFile, frames_of, source_files
-from forgefield.data.store.convert import convert
+from forgefield.data.store.convert import Progress, convert, refuse_settings_for_stores
 from forgefield.data.store.store import VERSION, is_store, open_store
 from forgefield.data.store.table import FrameTable, Share
 from forgefield.errors import ForgefieldError
 from forgefield.files import cache_folder
 
 log = logging.getLogger(__name__)
-
-Progress = Callable[[int, int | None], None]
 
 
 def read_table(
@@ -56,8 +53,8 @@ def read_table(
     table = FrameTable([])
     keys = {"energy": labels.energy, "forces": labels.forces, "stress": labels.stress, "weight": labels.weight}
     hidden = frozenset(label for label, key in keys.items() if is_none(key or ""))
-    stores_only, in_memory = True, False
-    for (in_store, share, branch), group in groupby(source_files(spec), key=_kind):
+    sources, in_memory = source_files(spec), False
+    for (in_store, share, branch), group in groupby(sources, key=_kind):
         files = list(group)
         if in_store:
             for file in files:
@@ -68,43 +65,16 @@ def read_table(
                 opened = FrameTable.from_frames(opened, fields) if lazy is False else opened
                 table = table + _assigned(opened, share, branch)
         elif lazy:
-            stores_only = False
             table = table + _assigned(_cached_store(files, labels, units, graph, progress), share, branch)
         else:
-            stores_only, in_memory = False, True
+            in_memory = True
             frames = (frame for file in files for frame in frames_of(file, reader, units))
             table = table + _assigned(FrameTable.from_frames(frames, reader.asked or {}), share, branch)
     _ = table.fields  # raises if the fields of different parts contradict each other
-    if stores_only:
-        _refuse_settings_for_files(labels, units)
-    elif required and in_memory:  # a conversion checks it itself
+    refuse_settings_for_stores(sources, labels, units)
+    if required and in_memory:  # a conversion checks it itself
         reader.finish(str(spec))
     return table
-
-
-def _refuse_settings_for_files(labels: LabelOptions, units: UnitOptions) -> None:
-    """Refuse settings that do not apply to stores, in which labels are selected and units converted already."""
-    keys = asdict(labels)
-    for name in USUAL_NAMES:
-        if keys[name] is not None and not is_none(keys[name]):
-            raise ForgefieldError(
-                f"data.labels.{name}={keys[name]} does not apply to a store, whose labels were selected when it was written; "
-                "leave it out, or set it to none to ignore the label"
-            )
-    defaults = asdict(FieldOptions())
-    for name, options in field_options(labels.fields).items():
-        for setting, value in asdict(options).items():
-            if setting in ("key", "factor", "species", "cumulative") and value != defaults[setting]:
-                raise ForgefieldError(
-                    f"data.labels.fields.{name}.{setting}={value} does not apply to a store, whose fields were selected when "
-                    "it was written; leave it out"
-                )
-    defaults = asdict(UnitOptions())
-    for name, value in asdict(units).items():
-        if name in ("energy", "length", "forces", "stress") and value != defaults[name]:
-            raise ForgefieldError(
-                f"data.units.{name}={value} does not apply to a store, whose units are eV and A; leave it out"
-            )
 
 
 def label_settings(labels: LabelOptions | None, fields: Fields | None = None) -> LabelOptions:

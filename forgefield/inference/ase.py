@@ -190,7 +190,7 @@ class Calculator(AseCalculator):
     ) -> None:
         """Evaluate the model. Forces and stress come together; energies alone are cheaper."""
         super().calculate(atoms, list(properties), list(system_changes))
-        frame = check_frame(_frame(self.atoms))
+        frame = check_frame(frame_of_atoms(self.atoms))
         has_volume = frame.volume > 0
         if "stress" in properties and not has_volume:
             raise PropertyNotImplementedError("stress needs a cell with a volume; this structure has none")
@@ -272,7 +272,8 @@ def _parameters(atoms: Atoms, potential: Potential) -> dict[str, np.ndarray]:
     return found
 
 
-def _frame(atoms: Atoms) -> Frame:
+def frame_of_atoms(atoms: Atoms) -> Frame:
+    """The frame of a structure, without labels."""
     return Frame(
         positions=np.array(atoms.positions, dtype=np.float64),
         numbers=np.array(atoms.numbers, dtype=np.int64),

@@ -1,8 +1,8 @@
 """Predictions for the structures of a source, written to a file that ASE and Forgefield read.
 
-Predicted energy, forces and stress are the calculator results of a structure; other outputs of the model are stored in `info`
-or `arrays` under their names. Labels of the source are kept as `REF_energy`, `REF_forces`, `REF_NAME`, in eV and A.
-Everything else the source holds is kept as it is; a value whose name is needed for a prediction or a label is kept as
+Predicted energy, forces and stress are the calculator results of a structure; other outputs of the model and uncertainties are
+stored in `info` or `arrays` under their names. Labels of the source are kept as `REF_energy`, `REF_forces`, `REF_NAME`, in eV
+and A. Everything else the source holds is kept as it is; a value whose name is needed for a prediction or a label is kept as
 `input_NAME`. The entry `predicted_by` in `info` tells readers of Forgefield that the results are predictions, and that the
 labels are those with `REF_`.
 """
@@ -35,6 +35,7 @@ from forgefield.data.reading import label_settings
 from forgefield.data.species import SpeciesTable
 from forgefield.errors import ForgefieldError
 from forgefield.files import written_whole
+from forgefield.inference.ensemble import Ensemble, write_model_devi
 from forgefield.inference.evaluate import evaluate_batch, evaluating, per_atom_outputs
 from forgefield.inference.xyz_files import constraints_of, write_extxyz
 from forgefield.models.potential import Potential
@@ -52,15 +53,19 @@ def predict_file(
     device: str | torch.device | None = None,
     neighbours: str = "auto",
     overwrite: bool = False,
+    model_devi: str | os.PathLike[str] | None = None,
 ) -> Path:
     """Predict all frames of `source` (as `data.train` names sources) and write them to `out`, whose path is returned.
 
     batch: frames evaluated together. labels, units: how to read `source`, which needs no labels; `out` is always in
     eV and A. labels_required: whether every label that `labels` names must be found, to be kept beside the predictions.
     device: where to compute; default: where the model is. neighbours: library of the neighbour lists.
-    overwrite: replace `out` where it exists; files of `source` are never replaced.
+    overwrite: replace `out` where it exists; files of `source` are never replaced. model_devi: for an ensemble, a file for the
+    deviations of its members in DeePMD-kit's format.
     Suffixes of `out`: .extxyz, .xyz, .traj, .json, .db.
     """
+    if model_devi is not None and not isinstance(potential, Ensemble):
+        raise ForgefieldError("Deviations are those of an ensemble; name more than one run (--ensemble RUN).")
     out, units = Path(out), units or UnitOptions()
     write, files = _writer(out), source_files(source)
     refuse_existing(out, files, overwrite=overwrite)
@@ -78,6 +83,8 @@ def predict_file(
         reader.finish(str(source))
     with written_whole(out) as partial:
         write(partial, predicted)
+    if model_devi is not None:
+        write_model_devi(model_devi, [atoms.info for atoms in predicted])
     return out
 
 
@@ -157,7 +164,8 @@ def predict_frames(
     arrays = {name: value.cpu().numpy() for name, value in (outputs | extra).items()}
     ends = np.cumsum([len(frame) for frame in frames])[:-1]
     of_atoms = per_atom_outputs(potential)
-    per_atom = ("forces", "atomic_energy", *of_atoms, *(f"{name}_prob" for name in of_atoms))
+    uncertain = [name for name, per in potential.uncertainty_outputs.items() if per == "atom"]
+    per_atom = ("forces", "atomic_energy", *uncertain, *of_atoms, *(f"{name}_prob" for name in of_atoms))
     values = {name: np.split(array, ends) if name in per_atom else array for name, array in arrays.items()}
     return [
         _image(frame, {name: value[i] for name, value in values.items()}, potential) for i, frame in enumerate(frames)
@@ -175,6 +183,11 @@ def _image(frame: Frame, values: dict[str, Any], potential: Potential) -> Atoms:
                 place[key] = values[key] if np.ndim(values[key]) else float(values[key])
         if name in frame.fields:
             place[f"REF_{name}"] = frame.fields[name] if np.ndim(frame.fields[name]) else float(frame.fields[name])
+    for name, per in potential.uncertainty_outputs.items():
+        if name in values and per == "atom":
+            atoms.arrays[name] = values[name]
+        elif name in values:
+            atoms.info[name] = float(values[name])
     keep_labels(atoms, frame)
     if potential.has_energy or potential.forces_are_direct:
         atoms.calc = SinglePointCalculator(atoms, **_results(frame, values))

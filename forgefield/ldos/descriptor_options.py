@@ -1,7 +1,6 @@
-"""What descriptors of grid points are made of: the section `data.points.descriptors` of a config.
+"""Options of the descriptors of grid points: the section `data.points.descriptors` of a config.
 
-The names and defaults are those with which MALA calls LAMMPS' `sna/grid`, so that files made there can be told from their
-settings alone.
+Names and defaults are those with which MALA calls LAMMPS' `sna/grid`, so that the settings of its files can be used directly.
 """
 
 from __future__ import annotations
@@ -92,11 +91,11 @@ class DescriptorOptions:
                     value == entry.default, entry.name, value, f"left out, since it is not used with type={self.type}"
                 )
             elif limits.has_bounds and value is not None:
-                right = f"a whole number, {limits.describe()}" if entry.type == "int" else limits.describe()
+                expected = f"a whole number, {limits.describe()}" if entry.type == "int" else limits.describe()
                 is_valid = (
                     _is_number(value) and limits.allows(value) and (entry.type != "int" or isinstance(value, int))
                 )
-                _require(is_valid, entry.name, value, right)
+                _require(is_valid, entry.name, value, expected)
         if self.type == "gaussian":
             self._check_species()
         else:
@@ -106,10 +105,10 @@ class DescriptorOptions:
         if self.species is None:
             return
         listed = isinstance(self.species, Sequence) and not isinstance(self.species, str)
-        right = "elements in the order of the columns, each once, such as [Al, O]"
-        _require(listed and len(self.species) > 0, "species", self.species, right)
-        known = all(isinstance(symbol, str) and symbol in atomic_numbers and symbol != "X" for symbol in self.species)
-        _require(known and len(set(self.species)) == len(self.species), "species", list(self.species), right)
+        expected = "elements in the order of the columns, each once, such as [Al, O]"
+        _require(listed and len(self.species) > 0, "species", self.species, expected)
+        valid = all(isinstance(symbol, str) and symbol in atomic_numbers and symbol != "X" for symbol in self.species)
+        _require(valid and len(set(self.species)) == len(self.species), "species", list(self.species), expected)
 
     def _check_bispectrum(self) -> None:
         _require(isinstance(self.switch, bool), "switch", self.switch, "true or false")
@@ -127,6 +126,6 @@ def _is_number(value: object) -> bool:
     return isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value)
 
 
-def _require(met: bool, key: str, value: object, right: str) -> None:
+def _require(met: bool, key: str, value: object, expected: str) -> None:
     if not met:
-        raise ForgefieldError(f"{key}={value!r} is not valid: it should be {right}")
+        raise ForgefieldError(f"{key}={value!r} is not valid: it should be {expected}")

@@ -22,7 +22,7 @@ from forgefield.ldos.loss import PointErrors
 from forgefield.ldos.model import LDOSNetwork
 from forgefield.ldos.observables import OBSERVABLE_UNITS, Observables, SnapshotFacts, mean_absolute
 from forgefield.ldos.training.data import EVALUATED, PointData
-from forgefield.ldos.training.observing import NEEDED, SnapshotMeasure, density_energies
+from forgefield.ldos.training.snapshots import NEEDED, SnapshotMeasure, density_energies
 from forgefield.parallel.accelerators import evaluation_device
 from forgefield.parallel.ranks import Ranks
 from forgefield.report.page import write_report
@@ -42,14 +42,14 @@ def measure_points(run: Run, config: Config, data: PointData, journal: Journal, 
     device = evaluation_device(config.trainer.get("accelerator"))
     model = _network(run, "best", device, ranks)
     results: dict[str, dict[str, float]] = {}
-    for split, part in (("val", data.val), ("test", data.test)):
-        if part is None:
+    for split, point_split in (("val", data.val), ("test", data.test)):
+        if point_split is None:
             continue
-        selection = None if part.is_whole else part.selection
+        selection = None if point_split.is_complete else point_split.selection
         results[split], missing = _evaluate(
-            run, model, part.table, split, config.data, config.task, ranks, selection=selection
+            run, model, point_split.table, split, config.data, config.task, ranks, selection=selection
         )
-        if part.is_whole:
+        if point_split.is_complete:
             _report_missing(missing, journal.notify)
     if not ranks.is_rank_zero:
         return
@@ -134,20 +134,20 @@ def possible_observables(
     table: PointTable, model: LDOSNetwork, fermi: str, pseudopotentials: str | None
 ) -> tuple[list[str], dict[str, str]]:
     """Observables that can be computed for these snapshots, and for the others the reason why not."""
-    found, missing = [], {}
+    possible, missing = [], {}
     for name in OBSERVABLE_UNITS:
         try:
             if model.energies is None:
                 raise ForgefieldError("the model predicts a density, not an LDOS")
             for snapshot in table.snapshots:
-                wanted = NEEDED[name] + (("fermi_energy",) if fermi == "given" else ())
-                snapshot.info.require(*wanted, why=name)
+                needed = NEEDED[name] + (("fermi_energy",) if fermi == "given" else ())
+                snapshot.info.require(*needed, why=name)
                 if name == "total_energy":
                     density_energies(snapshot, pseudopotentials)
-            found.append(name)
+            possible.append(name)
         except ForgefieldError as error:
             missing[name] = str(error).rstrip(".")
-    return found, missing
+    return possible, missing
 
 
 def evaluate_points(
@@ -183,13 +183,13 @@ def evaluate_points(
 
 def _require_widths(model: LDOSNetwork, table: PointTable) -> None:
     """Refuse snapshots with other numbers of descriptors or target values than those of the training."""
-    for what, has, wants in (
+    for quantity, actual, expected in (
         ("descriptors", table.n_inputs, len(model.input_shift)),
         ("target values", table.n_targets, len(model.output_shift)),
     ):
-        if has != wants:
+        if actual != expected:
             raise ForgefieldError(
-                f"snapshot {table.snapshots[0].name} has {has} {what} per point; the model has {wants}."
+                f"snapshot {table.snapshots[0].name} has {actual} {quantity} per point; the model has {expected}."
             )
 
 
@@ -202,10 +202,10 @@ def _target_errors(
         table, batch, selection=selection, rank=ranks.rank, world_size=ranks.world_size, dtype=torch.float64
     )
     errors = PointErrors(model.target, model.output_scale)
-    for part in loader:
-        outputs = model.network(model.scaled_inputs(part["inputs"].to(device))).to(torch.float64)
-        targets = (part["targets"].to(device) - model.output_shift) / model.output_scale
-        errors.add(PointErrors.measure(outputs - targets, part["weight"].to(device)).cpu())
+    for points in loader:
+        outputs = model.network(model.scaled_inputs(points["inputs"].to(device))).to(torch.float64)
+        targets = (points["targets"].to(device) - model.output_shift) / model.output_scale
+        errors.add(PointErrors.measure(outputs - targets, points["weight"].to(device)).cpu())
     return errors.compute(ranks.all_reduce(errors.sums))
 
 
@@ -238,7 +238,7 @@ def _write_predictions(
         return
     if samples[0][0] is not None:
         for number in range(len(facts)):
-            arrays[f"density_{number}"] = np.concatenate([of_rank[number] for of_rank in samples], axis=1)
+            arrays[f"density_{number}"] = np.concatenate([rank_samples[number] for rank_samples in samples], axis=1)
     path.parent.mkdir(exist_ok=True)
     with written_whole(path) as partial:
         np.savez_compressed(partial, allow_pickle=False, **arrays)
@@ -250,5 +250,5 @@ def _sample(pair: tuple[Observables, Observables], facts: SnapshotFacts) -> np.n
     if predicted is None or reference is None:
         return None
     every = max(1, facts.n_points // SAMPLED)
-    first = -facts.stretch[0] % every
+    first = -facts.point_range[0] % every
     return np.stack([values[first::every].numpy() for values in (predicted, reference)])

@@ -21,8 +21,8 @@ from ase.data import chemical_symbols
 from torch import Tensor
 
 from forgefield.errors import ForgefieldError
-from forgefield.ldos.data.conditions import calculation_facts
-from forgefield.ldos.data.info import info_from
+from forgefield.ldos.data.info import parse_info
+from forgefield.ldos.data.snapshot import calculation_facts
 from forgefield.ldos.descriptors import DescriptorOptions
 from forgefield.ldos.electronic.energy_grid import EnergyGrid
 from forgefield.ldos.loss import UNITS
@@ -41,7 +41,7 @@ NEGATIVE = {"zero_out_negative": "zero", "absolute_values": "absolute", None: "k
 @dataclass(frozen=True)
 class ImportedNetwork:
     """resolved, state, precision: for `build_network` and `load_state_dict`. info: content of the archive's `.info.json`,
-    where it has one. points: the section `data.points` to go on training with. species: in the order of LAMMPS, by name."""
+    where it has one. points: the section `data.points` for further training. species: in the order of LAMMPS, by name."""
 
     resolved: dict[str, Any]
     state: dict[str, Tensor]
@@ -77,17 +77,17 @@ class _Archive:
         with open_archive(path, str(path), "a zip archive as MALA's save_run writes it", REMEDY) as archive:
             files: dict[str, bytes] = {}
             for name in archive.namelist():
-                kind = _kind(name)
-                if kind in files:
-                    raise ForgefieldError(f"{path} holds two files NAME.{kind}; give an archive of one model.")
-                if kind in MEMBERS:
-                    files[kind] = archive.read(name)
-                elif kind in OLD_MEMBERS:
-                    files[kind] = b""
+                member = _member_name(name)
+                if member in files:
+                    raise ForgefieldError(f"{path} contains two files NAME.{member}; use an archive of one model.")
+                if member in MEMBERS:
+                    files[member] = archive.read(name)
+                elif member in OLD_MEMBERS:
+                    files[member] = b""
         _refuse_pickles(path, files)
         for name in ("params.json", "iscaler.json", "oscaler.json", "network.pth"):
             if name not in files:
-                raise ForgefieldError(f"{path} holds no NAME.{name}; is it an archive of MALA's save_run?")
+                raise ForgefieldError(f"{path} contains no NAME.{name}; is it an archive of MALA's save_run?")
         return cls(
             _json(path, files["params.json"]),
             {side: _json(path, files[f"{side[0]}scaler.json"]) for side in ("inputs", "outputs")},
@@ -96,8 +96,8 @@ class _Archive:
         )
 
 
-def _kind(name: str) -> str:
-    """The last two parts of a file name: names of runs may have dots, too."""
+def _member_name(name: str) -> str:
+    """The last two components of a file name; names of runs may contain dots."""
     return ".".join(name.rpartition("/")[2].split(".")[-2:])
 
 
@@ -105,38 +105,38 @@ def _refuse_pickles(path: Path, files: Mapping[str, bytes]) -> None:
     for name in OLD_MEMBERS:
         if name in files and name.replace(".pkl", ".json") not in files:
             raise ForgefieldError(
-                f"{path} holds NAME.{name}, a pickle of an old version, which could do anything when it is read; load and "
+                f"{path} contains NAME.{name}, a pickle of an old version, which could execute code when it is read; load and "
                 "save the model with MALA 1.4 once, which writes JSON in its place."
             )
 
 
 def _json(path: Path, content: bytes) -> dict[str, Any]:
     try:
-        found = json.loads(content)
+        document = json.loads(content)
     except (ValueError, RecursionError) as error:
         raise ForgefieldError(f"{path}: a JSON file in it cannot be read ({error}).") from error
-    if not isinstance(found, dict):
+    if not isinstance(document, dict):
         raise ForgefieldError(f"{path}: a JSON file in it is not a mapping.")
-    return found
+    return document
 
 
 def _weights(path: Path, content: bytes) -> dict[str, Tensor]:
-    """Tensors by name. torch's own reader of nothing but tensors knows the old format that MALA writes."""
+    """Tensors by name. PyTorch's restricted reader supports the old format that MALA writes."""
     name = f"{path}: its network.pth"
     try:
         if content.startswith(b"PK"):
             with open_archive(content, name, "a file of weights", REMEDY):
                 pass
-        found = torch.load(io.BytesIO(content), map_location="cpu", weights_only=True)
+        weights = torch.load(io.BytesIO(content), map_location="cpu", weights_only=True)
     except ForgefieldError:
         raise
     except Exception as error:  # torch, pickle and struct each have their own
         reason = str(error).splitlines()[0] if str(error) else type(error).__name__
         raise ForgefieldError(f"{name} is not a file of weights: {reason}") from error
-    if not isinstance(found, Mapping) or not all(isinstance(value, Tensor) for value in found.values()):
-        raise ForgefieldError(f"{path}: its network.pth holds something else than weights by name.")
-    check_expansion(sum(value.numel() * value.element_size() for value in found.values()), len(content), name, REMEDY)
-    return dict(found)
+    if not isinstance(weights, Mapping) or not all(isinstance(value, Tensor) for value in weights.values()):
+        raise ForgefieldError(f"{path}: its network.pth contains something other than weights by name.")
+    check_expansion(sum(value.numel() * value.element_size() for value in weights.values()), len(content), name, REMEDY)
+    return dict(weights)
 
 
 def _assemble(path: Path, archive: _Archive) -> ImportedNetwork:
@@ -193,49 +193,49 @@ def _species(info: Mapping[str, Any]) -> list[str]:
 
 
 def _layers(path: Path, weights: Mapping[str, Tensor]) -> list[tuple[int, Tensor, Tensor]]:
-    """Place, weight (out, in) and bias of each linear layer, in order."""
-    found: dict[int, dict[str, Tensor]] = {}
+    """Index, weight (out, in) and bias of each linear layer, in order."""
+    tensors: dict[int, dict[str, Tensor]] = {}
     for name, value in weights.items():
         match = re.fullmatch(r"(?:module\.)?layers\.(\d+)\.(weight|bias)", name)
         if match is None:
             raise ForgefieldError(f"{path}: {name} is not a weight of a feed-forward network.")
-        found.setdefault(int(match[1]), {})[match[2]] = value
-    if any("bias" not in parts or parts["weight"].ndim != 2 for parts in found.values()):
-        raise ForgefieldError(f"{path}: an activation of this network has weights of its own, which is not known here.")
-    layers = [(place, parts["weight"], parts["bias"]) for place, parts in sorted(found.items())]
+        tensors.setdefault(int(match[1]), {})[match[2]] = value
+    if any("bias" not in layer or layer["weight"].ndim != 2 for layer in tensors.values()):
+        raise ForgefieldError(f"{path}: an activation of this network has weights, which is not supported.")
+    layers = [(index, layer["weight"], layer["bias"]) for index, layer in sorted(tensors.items())]
     if len(layers) < 2:
-        raise ForgefieldError(f"{path} has no hidden layer, and the networks here have one at least.")
+        raise ForgefieldError(f"{path} has no hidden layer; at least one is needed.")
     return layers
 
 
 def _activations(
     path: Path, network: Mapping[str, Any], layers: list[tuple[int, Tensor, Tensor]]
 ) -> tuple[str, str | None]:
-    """Behind all hidden layers, and behind the last one. Places of layers tell which are followed by an activation."""
-    given, n = network["layer_activations"], len(layers)
+    """Activation of all hidden layers, and of the outputs. The indices of layers show which are followed by an activation."""
+    stated, n = network["layer_activations"], len(layers)
     followed = [after - before == 2 for (before, _, _), (after, _, _) in pairwise(layers)]
     included = network.get("layer_activations_include_output_layer", True)
-    if isinstance(given, list):
-        alike = len(given) == 1 and n > 2 and all(followed)  # before 1.3.1 one entry was meant for all
-        names = [*given, *[None] * n][:n] if not alike else given * n
+    if isinstance(stated, list):
+        shared = len(stated) == 1 and n > 2 and all(followed)  # before 1.3.1 one entry was meant for all
+        names = [*stated, *[None] * n][:n] if not shared else stated * n
     else:
-        names = [given] * n
+        names = [stated] * n
     names = [*names[:-1], names[-1] if included else None]
     hidden = set(names[:-1])
     if len(hidden) != 1 or [name is not None for name in names[:-1]] != followed:
         raise ForgefieldError(
-            f"{path} has activations {given}; here all hidden layers have the same one, and none is without."
+            f"{path} has activations {stated}; only networks with the same activation after every hidden layer are supported."
         )
-    words = [None if name is None else str(name).lower() for name in (names[0], names[-1])]
-    for name, word in zip((names[0], names[-1]), words):
-        if word is not None and word not in ACTIVATIONS:
-            raise ForgefieldError(f"{path} has the activation {name}; known are {', '.join(ACTIVATIONS)}.")
-    assert words[0] is not None
-    return words[0], words[1]
+    lowered = [None if name is None else str(name).lower() for name in (names[0], names[-1])]
+    for name, lowered_name in zip((names[0], names[-1]), lowered):
+        if lowered_name is not None and lowered_name not in ACTIVATIONS:
+            raise ForgefieldError(f"{path} has the activation {name}; supported are {', '.join(ACTIVATIONS)}.")
+    assert lowered[0] is not None
+    return lowered[0], lowered[1]
 
 
 def _scale(path: Path, name: str, scaler: Mapping[str, Any], columns: int) -> LinearScale:
-    """(x - shift) / scale of a scaler, in float64. Columns that never change become 0, as there."""
+    """(x - shift) / scale of a scaler, in float64. Constant columns become 0, as in MALA."""
     standard = scaler["scale_standard"]
     kind = "standard" if standard else "minmax"
     if not standard and not scaler.get("scale_minmax", scaler.get("scale_normal")):
@@ -279,26 +279,26 @@ def _energies(targets: Mapping[str, Any]) -> EnergyGrid:
     return EnergyGrid.from_segments(windows if isinstance(windows, list) else [windows])
 
 
-def _descriptors(path: Path, given: Mapping[str, Any], species: list[str]) -> dict[str, Any] | None:
-    """Our options for theirs; None for descriptors that cannot be made here: the model is then used with descriptor files."""
-    if given.get("custom_lammps_compute_file"):
+def _descriptors(path: Path, parameters: Mapping[str, Any], species: list[str]) -> dict[str, Any] | None:
+    """Options of the descriptors; None if they are not supported: the model is then used with descriptor files."""
+    if parameters.get("custom_lammps_compute_file"):
         return None
-    if given["descriptor_type"] in ("Bispectrum", "SNAP"):
+    if parameters["descriptor_type"] in ("Bispectrum", "SNAP"):
         options: dict[str, Any] = {
             "type": "bispectrum",
-            "twojmax": int(given["bispectrum_twojmax"]),
-            "cutoff": float(given["bispectrum_cutoff"]),
-            "switch": bool(given.get("bispectrum_switchflag", 1)),
+            "twojmax": int(parameters["bispectrum_twojmax"]),
+            "cutoff": float(parameters["bispectrum_cutoff"]),
+            "switch": bool(parameters.get("bispectrum_switchflag", 1)),
         }
-        weights = given.get("bispectrum_element_weights")
+        weights = parameters.get("bispectrum_element_weights")
         if weights is not None and any(weight != 1 for weight in weights):
             if len(weights) != len(species):
-                return None  # it is not said which elements they are of
+                return None  # their elements are not stated
             options["element_weights"] = {symbol: float(weight) for symbol, weight in zip(species, weights)}
-    elif given["descriptor_type"] == "AtomicDensity":
-        options = {"type": "gaussian", "cutoff": float(given["atomic_density_cutoff"])}
-        if given.get("atomic_density_sigma") is not None:
-            options["sigma"] = float(given["atomic_density_sigma"])
+    elif parameters["descriptor_type"] == "AtomicDensity":
+        options = {"type": "gaussian", "cutoff": float(parameters["atomic_density_cutoff"])}
+        if parameters.get("atomic_density_sigma") is not None:
+            options["sigma"] = float(parameters["atomic_density_sigma"])
         if len(species) > 1:
             options["species"] = list(species)
     else:
@@ -308,8 +308,8 @@ def _descriptors(path: Path, given: Mapping[str, Any], species: list[str]) -> di
 
 
 SHAPES_ONLY = (
-    "Checked: weights, layers and scalings have the shapes that the file's parameters say, and all of them are used; the file "
-    "holds no predictions to compare with."
+    "Checked: weights, layers and scalings have the shapes stated in the file, and all of them are used; the file "
+    "contains no predictions to compare with."
 )
 
 
@@ -318,9 +318,9 @@ class MalaImporter(Importer):
 
     def read(self, request: ImportRequest) -> ImportedModel:
         network = read_mala(request.source)
-        info = info_from(network.info, f"{request.source}: info.json")
+        info = parse_info(network.info, f"{request.source}: info.json")
         descriptors = network.points["descriptors"]
-        without = "Its descriptors cannot be made here: it is tested and trained with descriptor files only."
+        without = "Its descriptors are not supported: it can be tested and trained with descriptor files only."
         species = " ".join(network.species) or "unknown: there is no info.json in the archive"
         return ImportedModel(
             resolved=network.resolved,

@@ -1,8 +1,8 @@
-"""A network that gives the local density of states (or the density) at a point from the descriptors of that point.
+"""A network that predicts the local density of states (or the density) at a point from the descriptors of that point.
 
-A multilayer perceptron between two scalings that are part of the model: raw descriptors go in, values in physical units come
-out, and files are never rewritten. Scalings are kept in float64; what the network sees is rounded once, to the type of its
-weights. The layers alone, between scaled inputs and scaled outputs, are `network`: trainings on many points work with those.
+A multilayer perceptron between two scalings that are part of the model: from raw descriptors to values in physical units.
+Scalings are float64; their results are rounded once, to the type of the weights. `network` is the perceptron alone, from scaled
+inputs to scaled outputs, which trainings use directly.
 """
 
 from __future__ import annotations
@@ -63,8 +63,8 @@ class LDOSOptions:
 
 @dataclass(frozen=True)
 class LinearScale:
-    """What the network sees of a value x in column i: (x - shift[i]) / scale[i]. kind: how it was found, and which columns
-    were constant, for people."""
+    """A value x in column i becomes (x - shift[i]) / scale[i]. kind, constant: how it was determined and which columns were
+    constant, for information only."""
 
     kind: str
     shift: list[float]
@@ -74,8 +74,8 @@ class LinearScale:
 
 @dataclass(frozen=True)
 class PointFacts:
-    """What data and settings say of a model. target: ldos or density. energies: the grid of an LDOS as `EnergyGrid.to_dict`.
-    descriptors: how inputs are made of a structure, where that is known."""
+    """Properties of a model that follow from data and settings. target: ldos or density. energies: the grid of an LDOS as
+    `EnergyGrid.to_dict`. descriptors: options of the descriptors of a structure, if known."""
 
     target: str
     inputs: LinearScale
@@ -105,9 +105,9 @@ class LDOSNetwork(nn.Module):
         self.weights, self.biases = nn.ParameterList(), nn.ParameterList()
         for size, width in pairwise(widths):
             bound = 1.0 / math.sqrt(size)
-            for kept, shape in ((self.weights, (width, size)), (self.biases, (width,))):
+            for parameters, shape in ((self.weights, (width, size)), (self.biases, (width,))):
                 values = torch.rand(shape, dtype=torch.float64, generator=generator)
-                kept.append(nn.Parameter(((2 * values - 1) * bound).to(dtype)))
+                parameters.append(nn.Parameter(((2 * values - 1) * bound).to(dtype)))
         for name, scaling in (("input", facts.inputs), ("output", facts.outputs)):
             self.register_buffer(f"{name}_shift", torch.tensor(scaling.shift, dtype=torch.float64))
             self.register_buffer(f"{name}_scale", torch.tensor(scaling.scale, dtype=torch.float64))
@@ -135,11 +135,11 @@ class LDOSNetwork(nn.Module):
         return x
 
     def scaled_inputs(self, descriptors: Tensor) -> Tensor:
-        """What the layers see: computed in float64 and rounded once."""
+        """Inputs of the layers: computed in float64 and rounded once."""
         return ((descriptors.to(torch.float64) - self.input_shift) / self.input_scale).to(self.dtype)
 
     def scaled_targets(self, values: Tensor) -> Tensor:
-        """Targets as the layers should give them: computed in float64 and rounded once."""
+        """Targets of the layers: computed in float64 and rounded once."""
         return ((values.to(torch.float64) - self.output_shift) / self.output_scale).to(self.dtype)
 
     def physical(self, outputs: Tensor) -> Tensor:
@@ -147,10 +147,10 @@ class LDOSNetwork(nn.Module):
         return (outputs.to(torch.float64) * self.output_scale + self.output_shift).to(outputs.dtype)
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> LDOSNetwork:
-        """As torch does it, but scalings stay float64 where a type is asked for."""
-        kept = dict(self.named_buffers())
+        """As in PyTorch, but scalings stay float64 when the type is changed."""
+        buffers = dict(self.named_buffers())
         super()._apply(fn, recurse)
-        for name, before in kept.items():
+        for name, before in buffers.items():
             moved = getattr(self, name)
             if moved.dtype != torch.float64:
                 setattr(self, name, before.to(moved.device))
@@ -158,7 +158,7 @@ class LDOSNetwork(nn.Module):
 
 
 def resolve(options: Mapping[str, Any], facts: PointFacts) -> dict[str, Any]:
-    """The model section with every number explicit; JSON-able. options: checked, without the name."""
+    """The model section with every number explicit; JSON-compatible. options: checked, without the name."""
     return {"name": "ldos", **asdict(LDOSOptions(**options)), "points": asdict(facts)}
 
 

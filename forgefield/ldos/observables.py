@@ -1,8 +1,8 @@
-"""Physical observables of predicted snapshots, against the same observables of the LDOS they should have.
+"""Physical observables of predicted snapshots, compared with those of the reference LDOS.
 
-Everything follows from sums over the points of a snapshot, which several processes may share: each brings the LDOS of its own
-stretch of points, sums are added, and all end with the same numbers. Errors are those that users of DFT think in: energies in
-meV per atom, densities in per cent.
+Observables are sums over the points of a snapshot, which may be distributed over several processes: each provides the LDOS of
+its share of the points, sums are reduced, and all processes have the same result. Errors of energies are in meV per atom,
+those of densities in per cent.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from forgefield.ldos.data.units import check_electrons
 from forgefield.ldos.electronic.density_energies import DensityEnergies
 from forgefield.ldos.electronic.energy_grid import EnergyGrid
 from forgefield.ldos.electronic.fermi import (
@@ -24,7 +25,6 @@ from forgefield.ldos.electronic.fermi import (
     fermi_energy,
     occupation_weights,
 )
-from forgefield.ldos.electronic.unit_guess import check_electrons
 from forgefield.ldos.loss import SnapshotReference
 
 OBSERVABLE_UNITS = {
@@ -37,18 +37,18 @@ OBSERVABLE_UNITS = {
 }
 """Units of the errors of each observable.
 
-band_energy, total_energy: of a snapshot, each side with its own Fermi energy (or both with the given one). density: mean over
-points of |error| / density. dos: sum over levels of |error| over the sum of the DOS. electrons: of the number of electrons at
-the Fermi energy of the reference.
+band_energy, total_energy: of a snapshot, prediction and reference each with its own Fermi energy (or both with that of DFT).
+density: mean over points of |error| / density. dos: sum over levels of |error| over the sum of the DOS. electrons: of the
+number of electrons at the Fermi energy of the reference.
 """
 Total = Callable[[Tensor], Tensor]
-"""Adds a tensor up over all processes."""
+"""Sums a tensor over all processes."""
 
 
 @dataclass
 class SnapshotFacts:
-    """What observables need to know of a snapshot beside its LDOS. given_fermi: of the calculation, eV. stretch: first and last
-    + 1 of the points that this process has. dft: energies of the calculation, eV, by name (band, total)."""
+    """Metadata of a snapshot for observables. dft_fermi_energy: of the calculation, eV. point_range: first point and last
+    point + 1 of this process. dft: energies of the calculation, eV, by name (band, total)."""
 
     name: str
     temperature: float
@@ -56,12 +56,12 @@ class SnapshotFacts:
     n_atoms: int
     voxel_volume: float
     n_points: int
-    stretch: tuple[int, int]
-    given_fermi: float | None = None
+    point_range: tuple[int, int]
+    dft_fermi_energy: float | None = None
     density_energies: Callable[[], DensityEnergies] | None = None
     dft: dict[str, float] | None = None
     unit: str = "1/(eV*A^3)"
-    """As which the files were read."""
+    """Unit as which the files were read."""
 
     @cached_property
     def energies(self) -> DensityEnergies | None:
@@ -69,8 +69,8 @@ class SnapshotFacts:
 
 
 class Observables(NamedTuple):
-    """Of one LDOS: dos (levels,) 1/eV; energies in eV; density: (n,) 1/A^3 at this process's points, None if not wanted; total:
-    the free energy, None if not wanted."""
+    """Observables of one LDOS: dos (levels,) 1/eV; energies in eV; density: (n,) 1/A^3 at the points of this process; total:
+    the free energy. density and total are None if not requested."""
 
     dos: Tensor
     fermi: float
@@ -85,7 +85,7 @@ class Observables(NamedTuple):
 
 
 class Observer:
-    """Makes observables of snapshots. metrics: those that are wanted. fermi: self_consistent or given. total: adds up over
+    """Computes observables of snapshots. metrics: those to compute. fermi: self_consistent or given. total: sums over
     processes."""
 
     def __init__(self, grid: EnergyGrid, metrics: Sequence[str], fermi: str, total: Total) -> None:
@@ -98,8 +98,11 @@ class Observer:
     def observe(
         self, ldos: Callable[[], Iterable[Tensor]], facts: SnapshotFacts, *, of_reference: bool = False
     ) -> Observables:
-        """ldos: gives the LDOS of this process's points in pieces (n, levels), 1/(eV A^3), each time it is called.
-        of_reference: these are targets, whose Fermi energy must be on the grid and whose unit must be right."""
+        """Observables of one snapshot.
+
+        ldos: returns the LDOS of this process's points in pieces (n, levels), 1/(eV A^3), each time it is called.
+        of_reference: these are targets; check that their Fermi energy is on the grid and that their unit is right.
+        """
         sums = torch.zeros(self.grid.levels, dtype=torch.float64)
         for piece in ldos():
             sums = sums.to(piece.device) + piece.to(torch.float64).sum(0)
@@ -110,78 +113,78 @@ class Observer:
         energy = float(band_energy(dos, self.grid, facts.temperature, fermi))
         entropy = float(entropy_energy(dos, self.grid, facts.temperature, fermi))
         density = self._density(ldos, facts, fermi) if self.needs_density else None
-        whole = None
+        total = None
         if "total_energy" in self.metrics:
             assert density is not None
-            whole = energy + entropy + self._density_terms(density, facts)
-        return Observables(dos, float(fermi), energy, entropy, density, whole)
+            total = energy + entropy + self._density_terms(density, facts)
+        return Observables(dos, float(fermi), energy, entropy, density, total)
 
     def _fermi(self, dos: Tensor, facts: SnapshotFacts, *, checked: bool) -> float:
         if self.fermi == "given":
-            assert facts.given_fermi is not None
-            return facts.given_fermi
+            assert facts.dft_fermi_energy is not None
+            return facts.dft_fermi_energy
         return float(fermi_energy(dos, self.grid, facts.temperature, facts.electrons, checked=checked))
 
     def _require_unit(self, dos: Tensor, facts: SnapshotFacts) -> None:
-        """Name the unit that would fit, where the electrons at the Fermi energy of the calculation are far off."""
-        if facts.given_fermi is not None:
-            found = float(electron_number(dos, self.grid, facts.temperature, facts.given_fermi))
-            check_electrons(found, facts.electrons, where=f"snapshot {facts.name}", unit=facts.unit)
+        """Raise an error that suggests a unit if the number of electrons at the Fermi energy of the calculation is far off."""
+        if facts.dft_fermi_energy is not None:
+            electrons = float(electron_number(dos, self.grid, facts.temperature, facts.dft_fermi_energy))
+            check_electrons(electrons, facts.electrons, where=f"snapshot {facts.name}", unit=facts.unit)
 
     def _density(self, ldos: Callable[[], Iterable[Tensor]], facts: SnapshotFacts, fermi: float) -> Tensor:
         weights = occupation_weights(self.grid, fermi, facts.temperature).number
         return torch.cat([piece.to(torch.float64) @ weights.to(piece.device) for piece in ldos()])
 
     def _density_terms(self, density: Tensor, facts: SnapshotFacts) -> float:
-        """Hartree, exchange-correlation, Ewald and double counting of the whole density, eV."""
+        """Hartree, exchange-correlation, Ewald and double counting of the complete density, eV."""
         energies = facts.energies
         assert energies is not None
-        whole = torch.zeros(facts.n_points, dtype=torch.float64, device=density.device)
-        whole[slice(*facts.stretch)] = density
-        whole = self.total(whole).cpu()
-        return float(torch.stack([term.cpu() for term in energies.terms(whole)]).sum())
+        full_density = torch.zeros(facts.n_points, dtype=torch.float64, device=density.device)
+        full_density[slice(*facts.point_range)] = density
+        full_density = self.total(full_density).cpu()
+        return float(torch.stack([term.cpu() for term in energies.terms(full_density)]).sum())
 
     def errors(self, predicted: Observables, reference: Observables, facts: SnapshotFacts) -> dict[str, float]:
-        """Prediction minus reference, in `OBSERVABLE_UNITS`; of density and dos the mean size of errors."""
-        per_atom, found = 1000.0 / facts.n_atoms, {}
+        """Prediction minus reference, in `OBSERVABLE_UNITS`; for density and dos the mean absolute error."""
+        per_atom, errors = 1000.0 / facts.n_atoms, {}
         for name in self.metrics:
             if name == "band_energy":
-                found[name] = per_atom * (predicted.band_energy - reference.band_energy)
+                errors[name] = per_atom * (predicted.band_energy - reference.band_energy)
             elif name == "total_energy":
                 assert predicted.total is not None
                 assert reference.total is not None
-                found[name] = per_atom * (predicted.total - reference.total)
+                errors[name] = per_atom * (predicted.total - reference.total)
             elif name == "fermi_energy":
-                found[name] = 1000.0 * (predicted.fermi - reference.fermi)
+                errors[name] = 1000.0 * (predicted.fermi - reference.fermi)
             elif name == "dos":
                 difference = (predicted.dos - reference.dos).abs().sum()
-                found[name] = 100.0 * float(difference / reference.dos.abs().sum())
+                errors[name] = 100.0 * float(difference / reference.dos.abs().sum())
             elif name == "electrons":
                 number = float(electron_number(predicted.dos, self.grid, facts.temperature, reference.fermi))
-                held = float(electron_number(reference.dos, self.grid, facts.temperature, reference.fermi))
-                found[name] = 100.0 * (number - held) / facts.electrons
+                reference_number = float(electron_number(reference.dos, self.grid, facts.temperature, reference.fermi))
+                errors[name] = 100.0 * (number - reference_number) / facts.electrons
             else:
-                found[name] = 100.0 * self._density_error(predicted, reference)
-        return found
+                errors[name] = 100.0 * self._density_error(predicted, reference)
+        return errors
 
     def _density_error(self, predicted: Observables, reference: Observables) -> float:
         assert predicted.density is not None
         assert reference.density is not None
-        there = reference.density != 0
-        relative = torch.where(there, (predicted.density - reference.density) / reference.density, 0.0).abs().sum()
-        error, n = self.total(torch.stack([relative, there.sum().to(relative.dtype)])).tolist()
+        nonzero = reference.density != 0
+        relative = torch.where(nonzero, (predicted.density - reference.density) / reference.density, 0.0).abs().sum()
+        error, n = self.total(torch.stack([relative, nonzero.sum().to(relative.dtype)])).tolist()
         return error / n if n else float("nan")
 
 
 def mean_absolute(errors: Sequence[dict[str, float]]) -> dict[str, float]:
-    """`NAME_mae` of each observable: the mean over snapshots of the size of its error."""
+    """`NAME_mae` of each observable: the mean absolute error over snapshots."""
     return (
         {f"{name}_mae": sum(abs(each[name]) for each in errors) / len(errors) for name in errors[0]} if errors else {}
     )
 
 
 def snapshot_reference(observed: Observables, facts: SnapshotFacts) -> SnapshotReference:
-    """What terms of the loss compare with."""
+    """Reference values for terms of the loss."""
     return SnapshotReference(
         dos=observed.dos,
         fermi=observed.fermi,

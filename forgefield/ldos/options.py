@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import os
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -54,9 +55,9 @@ FRAMES_ONLY = (
     "training.lr_groups",
     "training.lora",
 )
-"""Settings that say nothing about grid points."""
+"""Settings that do not apply to grid points."""
 POINTS_ONLY = ("data.fast", "data.batch.points", "training.block")
-"""Settings that say nothing about frames."""
+"""Settings that do not apply to frames."""
 _INSTEAD = {
     "data.cutoff": "the radius of descriptors is data.points.descriptors.cutoff",
     "data.lazy": "data.points.keep=disk leaves the data on disk",
@@ -67,8 +68,30 @@ _INSTEAD = {
     "training.accumulate": "a step of several batches is one of a larger data.batch.points",
     "training.memory": "a step that does not fit needs a smaller data.batch.points",
 }
-_NOT_YET = ("trainer.accumulate_grad_batches", "trainer.overfit_batches")
+_UNSUPPORTED = ("trainer.accumulate_grad_batches", "trainer.overfit_batches")
 """Settings of Lightning that have no meaning for blocks of steps."""
+
+
+@dataclass(frozen=True)
+class ElectronOptions:
+    """Options for predictions of an LDOS run."""
+
+    temperature: float | None = option(None, at_least=0, unit="K")
+    """Temperature of the electrons."""
+    grid: Sequence[int] | None = None
+    """Number of points along each cell vector. Default: spacing of the training snapshots."""
+    spacing: float | None = option(None, above=0, unit="A")
+    """Distance between grid points, instead of a grid."""
+    pseudopotentials: str | os.PathLike[str] | None = None
+    """Folder of UPF files, for the free energy. Default: the folder of the run."""
+    electrons: float | None = option(None, above=0)
+    """Number of electrons in the cell. Default: from the pseudopotentials."""
+    ldos: bool = False
+    """Also write the LDOS."""
+
+    def changed(self) -> list[str]:
+        """Names of the options that differ from their defaults."""
+        return [name for name, value in vars(self).items() if value not in (None, False)]
 
 
 @dataclass
@@ -172,28 +195,28 @@ def check_frames_only(config: Config, sources: Sources) -> None:
     model = config.model
     if isinstance(model, Mapping) and model.get("name") == MODEL:
         raise ForgefieldError(
-            f"{sources.where('model.name')}: the model {MODEL} learns from grid points; say so with a section 'data.points', "
+            f"{sources.where('model.name')}: the model {MODEL} learns from grid points; add a section 'data.points', "
             "for example data.points={energies: {first: -5.0, spacing: 2.5, levels: 11}}."
         )
 
 
 def require_frames(config: Config, verb: str, instead: str) -> None:
-    """Refuse a config of points for a verb that is about frames. instead: what does the like for points."""
+    """Refuse a config of points for a verb that applies to frames. instead: the alternative for points."""
     if config.data.points is not None:
         raise ForgefieldError(
-            f"{verb} is about models of frames, and this config is of grid points (data.points); {instead}."
+            f"{verb} applies to models of frames, but this config is for grid points (data.points); {instead}."
         )
 
 
 def check_points(config: Config, sources: Sources) -> None:
-    """Refuse settings of frames in a config of points, and settings of points without a meaning."""
+    """Refuse settings of frames in a config of points, and invalid settings of points."""
     for key in FRAMES_ONLY:
         if sources.explicit(key) or not _is_default(config, key):
             instead = f"; {_INSTEAD[key]}" if key in _INSTEAD else ""
             raise ForgefieldError(
                 f"{sources.where(key)}: '{key}' does not apply to grid points (data.points){instead}."
             )
-    for key in _NOT_YET:
+    for key in _UNSUPPORTED:
         if select(config, key) not in (None, 0, 1, 0.0):
             raise ForgefieldError(f"{sources.where(key)}: '{key}' does not apply to grid points (data.points).")
     model = config.model
@@ -221,14 +244,14 @@ def _check_section(points: PointsOptions, sources: Sources) -> None:
         _check_energies(points.energies, f"{key}.energies", sources)
     elif points.target == "ldos":
         raise ForgefieldError(
-            f"{sources.where(key)}: '{key}.energies' is missing: which energies do the levels of the LDOS stand for? For "
+            f"{sources.where(key)}: '{key}.energies' is missing: the energies of the levels of the LDOS. For "
             "example {first: -5.0, spacing: 2.5, levels: 11}, eV."
         )
     if points.descriptors is not None:
         _check_descriptors(points.descriptors, f"{key}.descriptors", sources)
 
 
-def _check_descriptors(descriptors: Any, key: str, sources: Sources) -> None:
+def _check_descriptors(descriptors: object, key: str, sources: Sources) -> None:
     if not isinstance(descriptors, Mapping):
         raise wrong(sources, key, descriptors, "a section such as {type: bispectrum, twojmax: 10}")
     try:
@@ -237,13 +260,13 @@ def _check_descriptors(descriptors: Any, key: str, sources: Sources) -> None:
         raise ForgefieldError(f"{sources.where(key)}: {error}") from None
 
 
-def _check_energies(energies: Any, key: str, sources: Sources) -> None:
+def _check_energies(energies: object, key: str, sources: Sources) -> None:
     for window in energies if isinstance(energies, list) and energies else [energies]:
         if not isinstance(window, Mapping) or set(window) != {"first", "spacing", "levels"}:
             raise wrong(sources, key, energies, "{first: ..., spacing: ..., levels: ...}, or a list of such windows")
         for name, value in window.items():
-            good = isinstance(value, int) if name == "levels" else isinstance(value, (int, float))
-            if isinstance(value, bool) or not good or (name != "first" and not value > 0):
+            has_type = isinstance(value, int) if name == "levels" else isinstance(value, (int, float))
+            if isinstance(value, bool) or not has_type or (name != "first" and not value > 0):
                 expected = "a positive whole number" if name == "levels" else "a positive number of eV"
                 raise wrong(sources, f"{key}.{name}", value, "a number of eV" if name == "first" else expected)
 

@@ -147,6 +147,8 @@ class AtomisticModel(nn.Module):
 
     sums_over_edges: bool = False
     """Whether `forward` sums over edges with `WeightedHarmonics`, which can use kernels in every engine."""
+    convolves: bool = False
+    """Whether `forward` convolves with `EdgeHarmonics`, which uses compiled C code on a CPU."""
 
     # ---- what a model computes
 

@@ -59,6 +59,12 @@ ARCHITECTURES: dict[str, Architecture] = {
     "allegro": _at(
         "allegro.model.Allegro", importers=_format("allegro", "models.allegro.importer.IMPORTER", _FRAMEWORK_FILES)
     ),
+    "mace": _at(
+        "mace.model.MACE",
+        importers=_format(
+            "mace", "models.mace.importer.IMPORTER", "module (.model), or checkpoint (.pt) with its options as JSON"
+        ),
+    ),
     "deeppot": _at(
         "deeppot.model.DeepPot",
         importers=_format(

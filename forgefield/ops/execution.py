@@ -48,12 +48,14 @@ class ExecutionContext:
     knots: intervals of the tables that radial weights are read from; 0: no tables, weights are computed for every pair.
     storage: type in which convolutions store what they read and write for edges, a name of `STORAGE`.
     lowering: rounding of the factors of products; None: factors are used as they are.
+    c_code: compute convolutions on a CPU by compiled C code where a compiler is available.
     """
 
     kernels: bool = False
     knots: int = KNOTS
     storage: str = "float32"
     lowering: Lowering | None = None
+    c_code: bool = True
 
 
 class _Shared:
@@ -80,15 +82,20 @@ def requested_operators() -> bool | None:
 
 @contextmanager
 def execution(
-    *, kernels: bool | None = None, knots: int | None = None, storage: str | None = None, operators: bool | None = None
+    *,
+    kernels: bool | None = None,
+    knots: int | None = None,
+    storage: str | None = None,
+    operators: bool | None = None,
+    c_code: bool | None = None,
 ) -> Iterator[ExecutionContext]:
     """Change settings inside a `with` block; those that are None stay as they are.
 
-    kernels, knots, storage: see `ExecutionContext`.
+    kernels, knots, storage, c_code: see `ExecutionContext`.
     operators: of this thread. True: convolutions and sums over edges are custom operators of PyTorch, with kernels inside,
-        where these can run; False: they never are.
+        where these can run; False: they never are, and C code is not used either.
     """
-    changes: dict[str, object] = {"kernels": kernels, "knots": knots, "storage": storage}
+    changes: dict[str, object] = {"kernels": kernels, "knots": knots, "storage": storage, "c_code": c_code}
     before = _of_thread.operators
     _of_thread.operators = before if operators is None else operators
     try:

@@ -71,6 +71,8 @@ _PLAIN: dict[str, Callable[[Tensor], Tensor]] = {
     "ssp": shifted_softplus,
     "mish": torch.nn.functional.mish,
     "gelu": torch.nn.functional.gelu,
+    "sigmoid": torch.sigmoid,
+    "abs": torch.abs,
 }
 
 
@@ -83,7 +85,7 @@ def second_moment_scale(name: str) -> float:
 
 
 def activate(name: str, x: Tensor, scale: float = 1.0) -> Tensor:
-    """`scale` times the named activation of x; names: silu, tanh, ssp, mish, gelu."""
+    """`scale` times the named activation of x; names: silu, tanh, ssp, mish, gelu, sigmoid, abs."""
     if name == "silu":
         return _Silu.apply(x, scale)
     value = _PLAIN[name](x)

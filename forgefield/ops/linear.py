@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from forgefield.ops.convolution_plan import Block
 from forgefield.ops.functions import activate, second_moment_scale
-from forgefield.ops.graph import cut
+from forgefield.ops.graph import Segments, cut, gather, is_traced, join
 from forgefield.ops.products import product
 
 
@@ -99,6 +99,35 @@ class SpeciesLinear(nn.Module):
             weight = part.view(n_in, self.n_embedding, n_out)
             result.append((weight if table is None else torch.matmul(table, weight)).flatten(0, 1))
         return result
+
+    def by_species(self) -> list[Tensor]:
+        """(n_embedding, in, out) of each block: the matrix of each species, for attributes that are one-hot."""
+        flat = cut(self.weight * self.norm, self.sizes, 0)
+        return [
+            part.view(n_in, self.n_embedding, n_out).transpose(0, 1) for part, (n_in, n_out) in zip(flat, self.channels)
+        ]
+
+
+_ONE_HOT_UP_TO = 16
+"""Number of species up to which one product with all matrices is cheaper than a copy of a matrix for each atom."""
+
+
+def product_by_species(x: Tensor, matrices: Tensor, species: Tensor) -> Tensor:
+    """x (n, d, c) times the matrix of each row's species: (n, d, e). matrices: (n_species, c, e). species: (n,) int64."""
+    count = matrices.shape[0]
+    if count == 1:
+        return product(x, matrices[0])
+    if x.is_cuda or is_traced(x):
+        if count > _ONE_HOT_UP_TO:
+            return torch.bmm(x, gather(matrices, Segments(species, count)))
+        one_hot = (species.unsqueeze(1) == torch.arange(count, device=species.device)).to(x.dtype)
+        expanded = one_hot.view(-1, 1, count, 1) * x.unsqueeze(2)
+        return product(expanded.flatten(2), matrices.flatten(0, 1))
+    members = [torch.nonzero(species == number).squeeze(1) for number in torch.unique(species).tolist()]
+    parts = [product(x.index_select(0, rows), matrices[int(species[rows[0]])]) for rows in members]
+    if not parts:
+        return x.new_zeros(0, x.shape[1], matrices.shape[2])
+    return join(parts, 0).index_select(0, torch.argsort(torch.cat(members)))
 
 
 class Perceptron(nn.Module):

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import base64
 import hashlib
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from importlib.resources import files
 from pathlib import Path
@@ -22,6 +22,7 @@ from forgefield.report.figures import parity_row
 from forgefield.report.folder import SPLITS, Note, RunData, read_run, split_title
 from forgefield.report.markup import Html, join, tag, text
 from forgefield.report.sections.diagnosis import diagnosis_section
+from forgefield.report.sections.evaluation import evaluation_section, has_evaluations
 from forgefield.report.sections.headline import errors_by_split, headline, title_block
 from forgefield.report.sections.learning import learning_section, timing_section
 from forgefield.report.sections.model import config_section, model_section
@@ -58,6 +59,7 @@ SECTIONS = (
     Section("errors", "Errors", lambda run: run.kind.errors_section.load()(run)),
     Section("timing", "Timing", timing_section),
     Section("diagnosis", "Diagnosis", diagnosis_section, applies=lambda run: bool(run.diagnosis)),
+    Section("evaluation", "Physics", evaluation_section, applies=has_evaluations),
     Section("data", "Data and model", model_section),
     Section("use", "Use it", lambda run: run.kind.usage_section.load()(run)),
     Section("config", "Config", config_section),
@@ -96,6 +98,14 @@ def write_parity_png(run_path: Path, split: str = "test") -> Path:
 
 def report_html(run: RunData) -> Html:
     """The page as HTML."""
+    sections = [section for section in SECTIONS if section.applies(run)]
+    content = [(section.anchor, section.title, section.render(run)) for section in sections]
+    footer = "Written by Forgefield from the run folder."
+    return page_html(f"{run.name} · Forgefield report", title_block(run), content, footer=footer)
+
+
+def page_html(title: str, header: Html, sections: Sequence[tuple[str, str, Html]], *, footer: str) -> Html:
+    """A self-contained page. sections: (anchor, title in the navigation bar, content)."""
     style = files("forgefield.report").joinpath("style.css").read_text(encoding="utf-8")
     dark = files("forgefield.report").joinpath("dark.css").read_text(encoding="utf-8")
     digest = base64.b64encode(hashlib.sha256(_SCRIPT.encode()).digest()).decode()
@@ -106,13 +116,13 @@ def report_html(run: RunData) -> Html:
         tag("meta", charset="utf-8"),
         tag("meta", http_equiv="Content-Security-Policy", content=policy),
         tag("meta", name="viewport", content="width=device-width, initial-scale=1"),
-        tag("title", f"{run.name} · Forgefield report"),
+        tag("title", title),
         tag("style", Html(style.replace("/*DARK*/", dark))),
     )
-    sections = [section for section in SECTIONS if section.applies(run)]
-    main = tag("main", *[section.render(run) for section in sections], class_="wrap")
-    footer = tag("footer", tag("div", "Written by Forgefield from the run folder.", class_="wrap"))
-    body = tag("body", title_block(run), _navigation(sections), main, footer, tag("script", Html(_SCRIPT)))
+    main = tag("main", *[content for _, _, content in sections], class_="wrap")
+    end = tag("footer", tag("div", footer, class_="wrap"))
+    links = [(anchor, name) for anchor, name, _ in sections]
+    body = tag("body", header, _navigation(links), main, end, tag("script", Html(_SCRIPT)))
     return Html(f"<!doctype html>\n{tag('html', head, body, lang='en')}\n")
 
 
@@ -146,7 +156,7 @@ def _remedy(note: Note) -> Html:
     return tag("code", note.remedy) if note.is_command else text(note.remedy.replace("`", ""))
 
 
-def _navigation(sections: list[Section]) -> Html:
-    links = join(tag("a", section.title, href=f"#{section.anchor}") for section in sections)
+def _navigation(sections: Sequence[tuple[str, str]]) -> Html:
+    links = join(tag("a", title, href=f"#{anchor}") for anchor, title in sections)
     button = tag("button", "Light / dark", id="theme", type="button")
     return tag("nav", tag("div", links, button, class_="wrap"))

@@ -202,6 +202,7 @@ class FramesExecutor(StepExecutor, ProbedModule):
             steps = self.steps_of_fit()
             against = self._what_speaks_against_graphs()
             inner = self.starter.start(self._step_function, batch, steps=steps, against_graphs=against)
+            self._eager.function.c_code = inner.function.c_code
         if isinstance(inner, GraphsEngine):
             optimiser = self.module.trainer.optimizers[0]
             self._update = CapturedUpdate(optimiser, self.ema, still=lambda: self.keeps_gradients)
@@ -226,6 +227,7 @@ class FramesExecutor(StepExecutor, ProbedModule):
             knots=knots_wanted(self.options),
             storage=self.options.kernels.storage,
             edge_kernels=self.options.kernels.edges,
+            c_code=self.starter is None or not self.starter.excludes_c_code,
             shapes=self.shapes,
         )
 

@@ -28,8 +28,9 @@ from forgefield.trust.structures import FrameFile, digest, frame_file, snapshot
 
 FINISHED, EXPLODED = "finished", "exploded"
 LINES = 20
-"""Progress lines per structure; more if they are further apart than `QUIET_S`."""
-QUIET_S = 10.0
+"""Largest number of progress lines per structure, if they are not further apart than `LONGEST_S`."""
+SHORTEST_S, LONGEST_S = 1.0, 30.0
+"""Time between two progress lines."""
 
 
 @dataclass
@@ -241,7 +242,8 @@ class _Progress:
     def step(self) -> None:
         """To be called after every step."""
         step, now = self.dynamics.step_number, time.monotonic()
-        if step % self.interval and step != self.steps and now - self.shown < QUIET_S:
+        waited = now - self.shown
+        if step != self.steps and waited < LONGEST_S and (step % self.interval or waited < SHORTEST_S):
             return
         self.shown = now
         ns = (step - self.first) * float(self.dynamics.options.timestep or 0.0) * 1e-6

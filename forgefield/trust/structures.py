@@ -24,13 +24,15 @@ from forgefield.inference.xyz_files import append_extxyz, constraints_of
 TRAJECTORY_SUFFIXES = (".extxyz", ".xyz", ".traj")
 
 
-def read_structures(source: Any) -> list[Atoms]:
+def read_structures(source: Any, limit: int | None = None) -> list[Atoms]:
     """All structures of a source with their momenta, constraints and texts in `info`, and without labels.
 
     Parameters
     ----------
     source
         A file, folder, glob or list of them; or `Atoms`, or a list of these.
+    limit
+        Largest number of structures to read; the rest is left out.
     """
     if isinstance(source, Atoms):
         source = [source]
@@ -43,6 +45,8 @@ def read_structures(source: Any) -> list[Atoms]:
             if raw is not None:
                 _add_motion(atoms, raw)
             structures.append(atoms)
+            if len(structures) == limit:
+                return structures
     return structures
 
 

@@ -163,6 +163,8 @@ def calibrate(curvature: Curvature, errors: Residuals) -> LastLayerUncertainty:
         scales[1] if has_forces else None,
         about={
             "regulariser": regulariser / float(eigenvalues[-1]),
+            "energy_error": energy_error,
+            "forces_error": forces_error,
             "training_energies": curvature.n_energies,
             "training_forces": curvature.n_forces,
             "validation_energies": len(errors.energies),

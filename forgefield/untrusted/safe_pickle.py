@@ -5,7 +5,8 @@ torch tensors, each with a function of this file; any other name is refused and 
 numpy arrays of numbers or text, never of objects.
 
 `read_torch_file` reads checkpoints, zip archives of one pickle and raw tensor bytes. It makes plain containers and tensors;
-every other class becomes an inert `Foreign` object that keeps no data.
+every other class becomes an inert `Foreign` object that keeps no data. `read_torch_records` also keeps the data of such
+objects, as inert `Record`s.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ import re
 import zipfile
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 import torch
@@ -252,6 +253,8 @@ _ALLOWED: dict[str, Callable[..., Any]] = {
 }
 
 
+_NUMBERS = {"numpy.core.multiarray.scalar": _scalar, "numpy.dtype": _Dtype}
+"""What numbers of numpy consist of."""
 _DTYPES = {
     "DoubleStorage": torch.float64,
     "FloatStorage": torch.float32,
@@ -281,17 +284,54 @@ class Foreign:
     def add(self, value: object) -> None: ...
 
 
+class Record:
+    """The data of an object of another program: the name of its class, the arguments of its constructor, and its state.
+
+    Every class or function that a pickle names is a subclass, and calling it makes a record; nothing is executed. One that is
+    stored as a value, such as an activation function, is that subclass itself.
+    """
+
+    origin: ClassVar[str] = ""
+    """Module and name of the class or function."""
+    args: tuple[Any, ...]
+    state: Any
+
+    def __new__(cls, *args: object, **kwargs: object) -> Record:
+        made = super().__new__(cls)
+        made.args, made.state = args, None
+        return made
+
+    def __init__(self, *args: object, **kwargs: object) -> None: ...
+
+    def __setstate__(self, state: object) -> None:
+        self.state = state
+
+    def __setitem__(self, key: object, value: object) -> None: ...
+    def append(self, value: object) -> None: ...
+    def extend(self, values: object) -> None: ...
+    def add(self, value: object) -> None: ...
+
+
 def read_torch_file(path: str | os.PathLike[str]) -> Any:
     """The object in a file of `torch.save` (zip format): dicts, lists, numbers, strings, tensors on the CPU."""
-    if not Path(path).is_file():
+    return _read(Path(path), _TorchUnpickler)
+
+
+def read_torch_records(path: str | os.PathLike[str]) -> Any:
+    """As `read_torch_file`, with a `Record` in place of each object of a class that is not allowed."""
+    return _read(Path(path), _RecordUnpickler)
+
+
+def _read(path: Path, unpickler: type[_TorchUnpickler]) -> Any:
+    if not path.is_file():
         raise ForgefieldError(f"{path} does not exist.")
     with open_archive(
-        Path(path), str(path), "a torch checkpoint", "save it with torch.save, which does not compress"
+        path, str(path), "a torch checkpoint", "save it with torch.save, which does not compress"
     ) as archive:
-        return _read_archive(archive)
+        return _read_archive(archive, unpickler)
 
 
-def _read_archive(archive: zipfile.ZipFile) -> Any:
+def _read_archive(archive: zipfile.ZipFile, unpickler: type[_TorchUnpickler]) -> Any:
     names = [name for name in archive.namelist() if name.count("/") == 1 and name.endswith("/data.pkl")]
     if len(names) != 1:
         raise ValueError(
@@ -302,7 +342,7 @@ def _read_archive(archive: zipfile.ZipFile) -> Any:
         raise ValueError("it is a TorchScript model, give the checkpoint it was made from")
     if f"{root}/byteorder" in archive.namelist() and archive.read(f"{root}/byteorder") != b"little":
         raise ValueError("its numbers are stored big-endian")
-    return _TorchUnpickler(io.BytesIO(archive.read(names[0])), archive, root).load()
+    return unpickler(io.BytesIO(archive.read(names[0])), archive, root).load()
 
 
 class _TorchUnpickler(pickle.Unpickler):
@@ -332,6 +372,25 @@ class _TorchUnpickler(pickle.Unpickler):
                 raise pickle.UnpicklingError(f"tensor {key} has {values.numel()} numbers instead of {count}")
             self._storages[key] = values
         return self._storages[key]
+
+
+class _RecordUnpickler(_TorchUnpickler):
+    def __init__(self, file: io.BytesIO, archive: zipfile.ZipFile, root: str) -> None:
+        super().__init__(file, archive, root)
+        self._classes: dict[str, type[Record]] = {}
+
+    def find_class(self, module: str, name: str) -> Any:
+        known = super().find_class(module, name)
+        if known is not Foreign:
+            return known
+        origin = f"{module}.{name}".replace("numpy._core.", "numpy.core.", 1)
+        if origin in _NUMBERS:
+            return _NUMBERS[origin]
+        if origin in ("builtins.set", "__builtin__.set"):
+            return set
+        if origin not in self._classes:
+            self._classes[origin] = type(name.rpartition(".")[2], (Record,), {"origin": origin})
+        return self._classes[origin]
 
 
 def _rebuild_torch_tensor(storage: Tensor, offset: int, size: tuple, stride: tuple, *_: object) -> Tensor:

@@ -130,8 +130,8 @@ def test_refusals_of_convert_write_nothing(source, work, capsys):
         (("cu.extxyz", "new.cif"), "'.cif' are read but not written"),
         (("cu.extxyz", "no/new.extxyz"), "the folder no does not exist"),
         (("cu.extxyz", "new.extxyz", "--cutoff", "4"), "only a store can"),
-        (("cu.extxyz", "new.extxyz", "--workers", "2"), "--workers is for stores"),
-        (("cu.extxyz", "new", "--workers", "0"), "--workers is 0"),
+        (("cu.extxyz", "new.extxyz", "--workers", "2"), "workers applies to stores"),
+        (("cu.extxyz", "new", "--workers", "0"), "workers is 0"),
         (("cu.extxyz", "new", "--cutoff", "-1"), "positive length"),
         (("cu.extxyz", "new", "--max-neighbours", "5"), "--max-neighbours needs --cutoff"),
         (("cu.extxyz", "new", "--energy-key", "mine"), "no frame of cu.extxyz has that key"),
@@ -169,7 +169,7 @@ def test_folders_of_others_are_not_deleted(source, work, capsys):
 def test_options_that_would_change_nothing_are_refused(source, capsys):
     done(capsys, "convert", "cu.extxyz", "cu")
     for words in (["info", "cu"], ["convert", "cu", "x"], ["sample", "cu", "3"]):
-        assert "--energy-unit is for reading files, but cu is a store" in refused(capsys, *words, "--energy-unit", "Ha")
+        assert "data.units.energy=Ha does not apply to a store" in refused(capsys, *words, "--energy-unit", "Ha")
 
 
 # ---- interrupted and parallel conversions
@@ -388,7 +388,7 @@ def test_refusals_of_info_write_nothing(source, work, capsys):
     assert "the name of a figure must end in .png" in refused(capsys, "info", "cu.extxyz", "--figure", "cu.jpeg")
     assert "there.png exists already" in refused(capsys, "info", "cu.extxyz", "--figure", "there.png")
     assert "folder no does not exist" in refused(capsys, "info", "cu.extxyz", "--figure", "no/cu.png")
-    assert "--cutoff is 0" in refused(capsys, "info", "cu.extxyz", "--cutoff", "0")
+    assert "cutoff is 0" in refused(capsys, "info", "cu.extxyz", "--cutoff", "0")
     assert sorted(path.name for path in work.iterdir()) == ["cu.extxyz", "there.png"]
     assert (work / "there.png").read_bytes() == b"mine"
 
@@ -430,8 +430,8 @@ def test_sample_of_more_than_there_is_takes_all(source, capsys):
 def test_refusals_of_sample_write_nothing(source, work, capsys):
     (work / "cu-5.extxyz").write_text("mine")
     assert "cu-5.extxyz exists already" in refused(capsys, "sample", "cu.extxyz", "5")
-    assert "a number of at least 1, not 'many'" in refused(capsys, "sample", "cu.extxyz", "many")
-    assert "a number of at least 1, not '0'" in refused(capsys, "sample", "cu.extxyz", "0")
+    assert "the number of frames, 1 or more, not 'many'" in refused(capsys, "sample", "cu.extxyz", "many")
+    assert "the number of frames, 1 or more, not '0'" in refused(capsys, "sample", "cu.extxyz", "0")
     assert "only a store can" in refused(capsys, "sample", "cu.extxyz", "4", "--cutoff", "3")
     assert sorted(path.name for path in work.iterdir()) == ["cu-5.extxyz", "cu.extxyz"]
     assert (work / "cu-5.extxyz").read_text() == "mine"
@@ -451,7 +451,9 @@ def test_further_fields_are_named_on_the_command_line(work, capsys):
     assert frame.fields["mu"].tolist() == [0.0, 1.0, 2.0]
     assert frame.fields["charge"].tolist() == [0.25] * len(frame)
     assert "a shape is numbers with x between them" in refused(capsys, "info", "more.extxyz", "--field", "mu:frame:a")
-    assert "--field is for reading files" in refused(capsys, "info", "more.store", "--field", "gap")
+    assert "charge" not in done(capsys, "info", "more.store", "--field", "gap")  # the other fields are left out
+    message = refused(capsys, "info", "more.store", "--field", "gap=band_gap")
+    assert "data.labels.fields.gap.key=band_gap does not apply to a store" in message
 
 
 @pytest.mark.parametrize("verb", ["info", "convert", "sample"])

@@ -12,7 +12,7 @@ from ase.io import write
 
 from forgefield.cli import main
 from forgefield.config.loading import load_config
-from forgefield.config.starter import DataFacts, describe, propose_cutoff, propose_split, starter_config
+from forgefield.data.starter import DataFacts, describe, propose_cutoff, propose_split, starter_config
 
 SHARED = Path(__file__).parents[2].parent / "shared" / "data"
 
@@ -65,8 +65,8 @@ def test_neighbours_are_counted_as_a_slow_oracle_counts_them(alloys):
     from ase.io import read
     from ase.neighborlist import neighbor_list
 
-    from forgefield.cli.init import survey
     from forgefield.data.readers import read_frames
+    from forgefield.data.starter import survey
 
     facts = survey(read_frames("alloys.extxyz"), ["alloys.extxyz"])
     images = read("alloys.extxyz", ":")
@@ -112,7 +112,7 @@ def test_mistakes_are_told_and_nothing_is_written(alloys, folder, capsys, words,
 def test_data_without_labels_is_told(folder, capsys):
     write("bare.extxyz", [bulk("Cu")], format="extxyz")
     assert main(["init", "bare.extxyz"]) == 2
-    assert "no frame carries energy, forces or stress" in capsys.readouterr().err
+    assert "no frame has energy, forces or stress" in capsys.readouterr().err
 
 
 def test_large_forces_raise_the_question_of_units(folder, capsys):

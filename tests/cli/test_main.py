@@ -12,7 +12,7 @@ from forgefield.errors import ForgefieldError
 
 ROOT = Path(__file__).parents[2]
 PRESENT = [verb for verb, (module, _) in cli.VERBS.items() if (ROOT / "forgefield" / "cli" / f"{module}.py").exists()]
-HEAVY = ("torch", "lightning", "ase", "matplotlib", "numpy", "hydra", "omegaconf")
+HEAVY = ("torch", "lightning", "matplotlib", "hydra", "rich")
 
 
 def test_overview_has_one_line_per_verb_and_examples(capsys):

@@ -63,8 +63,8 @@ def test_name_is_an_override_whatever_it_holds():
     ("words", "sentence"),
     [
         (["my.yml", "my.yaml"], "one config at a time, not my.yml and my.yaml"),
-        (["my.yaml", "-cn", "other"], "the config is given twice: my.yaml and -cn other"),
-        (["-cp", "configs", "my.yaml"], "say which config in it with -cn NAME"),
+        (["my.yaml", "-cn", "other"], "two configs are named: my.yaml and -cn other"),
+        (["-cp", "configs", "my.yaml"], "name the config in it with -cn NAME"),
         (["my.yam"], "'my.yam' is neither a config file nor an override (key=value). Did you mean 'my.yaml'?"),
     ],
 )

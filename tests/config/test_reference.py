@@ -1,5 +1,6 @@
 """Options are declared once: their limits are checked, and pages of the reference are made from the declarations."""
 
+import argparse
 import dataclasses
 import importlib.util
 import re
@@ -7,12 +8,18 @@ from pathlib import Path
 
 import pytest
 
+from forgefield.bench.options import BenchOptions
 from forgefield.cli import VERBS
+from forgefield.cli.arguments import add_option, selected
 from forgefield.config.option import Limits, class_doc, field_docs, limits_of, option
-from forgefield.config.reference import option_help, reference, sections
+from forgefield.config.reference import flag_help, option_help, reference, sections
 from forgefield.config.typed import field_types, section_class
+from forgefield.data.options import DataOptions, UnitOptions
 from forgefield.errors import ForgefieldError
+from forgefield.ldos.descriptor_options import DescriptorOptions
 from forgefield.tasks.options import TaskOptions
+from forgefield.training.options import TrainingOptions
+from forgefield.tuning.options import TuneOptions
 
 DOCS = Path(__file__).parents[2] / "docs"
 SECTIONS = {section.cls for section in sections()}
@@ -112,3 +119,29 @@ def test_an_option_is_a_field_with_a_default():
 
     assert Options() == Options(size=3)
     assert limits_of(dataclasses.fields(Options)[0]).unit == "A"
+
+
+def test_the_help_of_a_flag_is_made_from_the_declaration():
+    assert flag_help(DataOptions, "cutoff") == "cutoff radius of the neighbour list, A (default: 5.0)"
+    assert flag_help(UnitOptions, "forces") == "unit of the forces (default: energy / length)"
+    assert flag_help(TuneOptions, "trials", default="tune.trials").endswith("ended early (default: tune.trials)")
+    engines = ", ".join(limits_of(next(f for f in dataclasses.fields(TrainingOptions) if f.name == "engine")).choices)
+    assert (
+        flag_help(BenchOptions, "engines") == f"engines to measure: {engines} (default: all that run on this machine)"
+    )
+    assert (
+        flag_help(BenchOptions, "ranks").partition("(")[2].startswith("default: 1, 2, 4, ... up to the number of GPUs")
+    )
+
+
+def test_flags_have_the_type_and_the_choices_of_their_options(capsys):
+    parser = argparse.ArgumentParser()
+    for name in ("type", "twojmax", "cutoff", "switch"):
+        add_option(parser, f"--{name}", DescriptorOptions, name)
+    args = parser.parse_args(["--twojmax", "4", "--cutoff", "3", "--switch"])
+    assert (args.type, args.twojmax, args.cutoff, args.switch) == (None, 4, 3.0, True)
+    assert isinstance(args.cutoff, float)
+    assert selected(args, "type", "twojmax") == {"twojmax": 4}
+    with pytest.raises(SystemExit):
+        parser.parse_args(["--type", "sphere"])
+    assert "choose from" in capsys.readouterr().err

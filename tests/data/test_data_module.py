@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import argparse
-
 import lightning
 import numpy as np
 import pytest
 import torch
 
+from forgefield.cli import Parser
 from forgefield.cli import data as data_command
 from forgefield.data.batch import BatchSpec
 from forgefield.data.inspection.inspect import inspect_frames
@@ -125,9 +124,9 @@ def test_3bpa_in_the_wrong_unit_is_noticed(shared):
 
 
 def inspect_command(*argv):
-    parser = argparse.ArgumentParser()
+    parser = Parser(prog="data")
     data_command.add_arguments(parser)
-    return data_command.run(parser.parse_args(["info", *map(str, argv)]))
+    return data_command.run(data_command.parse(parser, ["info", *map(str, argv)]))
 
 
 def test_info_shows_what_is_there(file, capsys):

@@ -287,10 +287,9 @@ def test_a_store_that_cannot_give_what_is_asked_says_what_to_do(tmp_path, fields
     store_frames(some_frames(10, 9), tmp_path / "a.store")
     with pytest.raises(ForgefieldError, match=message):
         read_table(tmp_path / "a.store", LabelOptions(fields=fields))
-    if "does not apply" not in message:
-        with pytest.raises(ForgefieldError, match=message):
-            convert(str(tmp_path / "a.store"), tmp_path / "b.store", labels=LabelOptions(fields=fields))
-        assert not (tmp_path / "b.store.partial").exists()
+    with pytest.raises(ForgefieldError, match=message):
+        convert(str(tmp_path / "a.store"), tmp_path / "b.store", labels=LabelOptions(fields=fields))
+    assert not (tmp_path / "b.store.partial").exists()
 
 
 def test_where_labels_may_be_missing_so_may_fields(tmp_path):

@@ -75,6 +75,6 @@ def test_training_init_test_and_data_info_say_so(path, tmp_path, capsys):
     assert main(["init", path]) == 2
     assert "set data.labels.energy=my_energy" in capsys.readouterr().err
     assert main(["init", path, "data.labels.energy=my_energy"]) == 0
-    assert "worth a look: no frame carries forces; the data has my_frc" in capsys.readouterr().out
+    assert "worth a look: no frame has forces; the data has my_frc" in capsys.readouterr().out
     assert main(["data", "info", path]) == 0
     assert "not found; the data has my_energy (one number per frame)" in capsys.readouterr().out

@@ -1,4 +1,4 @@
-"""Trainings on points on a GPU: captured blocks against the eager engine, precisions, resume, and where rows are kept."""
+"""Trainings on points on a GPU: captured blocks against the eager engine, precisions, resume, and where rows are resident."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from forgefield.ldos.training.blocks import Block
 from forgefield.ldos.training.data import RowLayout
 from forgefield.ldos.training.engines import EagerEngine, GraphsEngine
 from forgefield.ldos.training.fused import FusedGradient, FusedStep
-from forgefield.ldos.training.gradient import Written
+from forgefield.ldos.training.gradient import ManualGradient
 from forgefield.training.optim.averages import WeightAverage
 from forgefield.training.optim.update import Update
 from tests.support.interrupting import Interrupted
@@ -30,7 +30,7 @@ def gpu_config(folder, name: str, *, engine: str, **training) -> dict:
 
 
 class Rows:
-    """Stands for `KeptRows`, on the GPU."""
+    """Stands for `ResidentRows`, on the GPU."""
 
     def __init__(self, n: int, dtype: torch.dtype) -> None:
         self.layout = RowLayout(3, 7)
@@ -44,10 +44,10 @@ class Rows:
 def test_captured_blocks_of_any_length_take_the_steps_of_the_eager_engine(dtype, clip):
     ends = []
     for captured in (0, 1, 4):
-        model, how, kept = network("silu", dtype=dtype).cuda(), task("mse"), Rows(60, dtype)
+        model, how, resident = network("silu", dtype=dtype).cuda(), task("mse"), Rows(60, dtype)
         optimiser = torch.optim.Adam(model.parameters(), lr=0.01)
         update = Update(optimiser, WeightAverage(model, 0.9), clip=(clip, "norm"), reduce=None)
-        eager = EagerEngine(model, how, Written(model, how.loss), update, kept=kept)  # type: ignore[arg-type]
+        eager = EagerEngine(model, how, ManualGradient(model, how.loss), update, resident=resident)  # type: ignore[arg-type]
         engine = GraphsEngine(eager, captured, 6) if captured else eager
         rates = iter([[0.01 / (n + 1)] for n in range(100)])
         places = torch.randperm(60, generator=torch.Generator().manual_seed(2))[:54].cuda().view(9, 6)
@@ -130,10 +130,14 @@ def own_kernels(monkeypatch):
 @pytest.mark.parametrize("activation", ["relu", "softplus", "elu"])
 def test_own_kernels_do_not_hide_what_is_no_number(activation, loss, dtype, own_kernels):
     """The least and the greatest of a NaN and a number are that number on a GPU."""
-    model, how, kept = network(activation, activation, dtype=torch.float32).cuda(), task(loss), Rows(20, torch.float32)
-    kept.rows[3, 2] = torch.nan
-    step = FusedGradient(FusedStep(model, how.loss, kept.layout, 20, None, dtype))
-    errors = step(*kept.layout.split(kept.rows), how.slope_factor(20).to("cuda", torch.float32), None)
+    model, how, resident = (
+        network(activation, activation, dtype=torch.float32).cuda(),
+        task(loss),
+        Rows(20, torch.float32),
+    )
+    resident.rows[3, 2] = torch.nan
+    step = FusedGradient(FusedStep(model, how.loss, resident.layout, 20, None, dtype))
+    errors = step(*resident.layout.split(resident.rows), how.slope_factor(20).to("cuda", torch.float32), None)
     assert errors.isnan().all()
     assert all(gradient.isnan().any() for gradient in step.gradients)
 
@@ -143,8 +147,8 @@ def test_own_kernels_learn_what_the_eager_engine_learns(precision, tolerance, ow
     eager = train_only(gpu_config(tmp_path, "eager", engine="eager", precision=precision))
     graphs = train_only(gpu_config(tmp_path, "own", engine="graphs", precision=precision, graphs={"compiled": True}))
     said = capsys.readouterr().out
-    assert "Engine graphs of own kernels" in said
-    assert said.count("us by own kernels and") == 1
+    assert "Engine graphs of kernels" in said
+    assert said.count("us with fused kernels and") == 1
     for mine, other in zip(graphs.metrics(), eager.metrics(), strict=True):
         assert mine["train/loss"] == pytest.approx(other["train/loss"], rel=tolerance)
         assert mine["val/loss"] == pytest.approx(other["val/loss"], rel=tolerance)
@@ -165,8 +169,8 @@ def test_a_run_by_own_kernels_ends_as_if_it_had_not_been_interrupted(
     capsys.readouterr()
     again = train_only(config("again"))
     said = capsys.readouterr().out
-    assert "of own kernels" in said
-    assert "us by own kernels and" not in said
+    assert "of kernels" in said
+    assert "us with fused kernels and" not in said
     assert_same_run(straight.path, again.path)
 
 

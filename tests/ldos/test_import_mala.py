@@ -97,10 +97,10 @@ def test_what_else_a_model_says_is_kept(tmp_path):
     [
         ({"network__nn_type": "transformer"}, "feed-forward"),
         ({"targets__target_type": "DOS"}, "predicts DOS"),
-        ({"network__layer_activations": ["ReLU", "Tanh", "ReLU"]}, "the same one"),
-        ({"network__layer_activations": "Hardswish"}, "Hardswish; known are"),
+        ({"network__layer_activations": ["ReLU", "Tanh", "ReLU"]}, "the same activation"),
+        ({"network__layer_activations": "Hardswish"}, "Hardswish; supported are"),
         ({"network__layer_sizes": [6, 9, 9, 7]}, "parameters say"),
-        ({"network": mala.layers(SIZES, torch.nn.PReLU)}, "weights of its own"),
+        ({"network": mala.layers(SIZES, torch.nn.PReLU)}, "has weights, which is not supported"),
     ],
 )
 def test_what_has_no_counterpart_is_refused(changes, words, tmp_path):
@@ -128,7 +128,7 @@ def test_nothing_in_an_archive_is_executed(tmp_path):
     for name, content, words in (
         ("weights", {**files, "be.v2.network.pth": harm.getvalue()}, "not a file of weights"),
         ("scaler", pickled, "a pickle of an old version"),
-        ("nothing", {"readme.txt": b""}, "holds no NAME.params.json"),
+        ("nothing", {"readme.txt": b""}, "contains no NAME.params.json"),
     ):
         with zipfile.ZipFile(tmp_path / f"{name}.zip", "w") as target:
             for file, bytes_ in content.items():
@@ -151,7 +151,7 @@ def test_an_imported_run_is_tested_and_trained_further_from_its_own_weights_and_
     assert kept["descriptors"]["type"] == "bispectrum"
     trained = train_only({**config, "name": "more", "training": {**config["training"], "lr": 0.01}})
     assert trained.metrics()[-1]["val/ldos_rmse"] < 0.8 * errors["ldos_rmse"]
-    with pytest.raises(ForgefieldError, match="comes with the network"):
+    with pytest.raises(ForgefieldError, match="is part of the network"):
         train_only({**config, "name": "other", "model": {"from": "be", "hidden": [5]}})
 
 

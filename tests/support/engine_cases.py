@@ -114,6 +114,27 @@ MODELS = {
         "num_tensor_features": 3,
         "num_scalar_features": 4,
     },
+    "mace": {
+        "name": "mace",
+        "hidden_irreps": "3x0e + 3x1o",
+        "max_ell": 2,
+        "radial_mlp": [8],
+        "mlp_irreps": "4x0e",
+    },
+    "mace with gates": {
+        "name": "mace",
+        "hidden_irreps": "3x0e + 3x1o",
+        "max_ell": 1,
+        "correlation": 2,
+        "interaction": "nonlinear",
+        "interaction_first": "density",
+        "apply_cutoff": False,
+        "distance_transform": "Agnesi",
+        "pair_repulsion": True,
+        "readout_bias": True,
+        "use_reduced_cg": False,
+        "radial_mlp": [8],
+    },
     "own": None,
 }
 
@@ -122,7 +143,7 @@ def potential_of(name: str, precision: str = "float64", **changes: Any) -> Poten
     if MODELS[name] is None:
         return Potential(Angular())
     options = {**MODELS[name], **changes}
-    if options.get("name") == "allegro":
+    if "name" in options:
         given = {key: value for key, value in options.items() if value is not None}
         return build_model(
             resolve_model(given, species=("H", "O"), cutoff=3.0, statistics=STATISTICS), precision=precision, seed=1

@@ -31,7 +31,7 @@ def network(activation: str = "relu", output: str | None = None, hidden: tuple[i
 
 
 class Rows:
-    """Stands for `KeptRows`."""
+    """Stands for `ResidentRows`."""
 
     def __init__(self, n: int) -> None:
         self.layout = RowLayout(11, 7)

@@ -31,6 +31,15 @@ from forgefield.config.sources import read_text, read_yaml
 from forgefield.errors import ForgefieldError
 from forgefield.untrusted.documents import load_json
 
+COMMENTS = {
+    "model": "The network, with DeePMD-kit's own names; its rcut is data.cutoff, its type_map data.species.",
+    "trainer.max_steps": "Optimiser steps.",
+    "trainer.val_check_interval": "Steps between two validations; each is over all validation frames.",
+    "trainer.check_val_every_n_epoch": "Validations are counted in steps, whatever the epoch.",
+    "callbacks": "The learning curve as DeePMD-kit writes it, a row for each validation.",
+}
+"""Comments on settings in a converted config."""
+
 
 @dataclass(frozen=True)
 class Translation:
@@ -134,3 +143,35 @@ def read_input(file: Path) -> Any:
         raise ForgefieldError(f"{file}, line {error.lineno}: this is not valid JSON: {error.msg}.") from error
     except ValueError as error:
         raise ForgefieldError(f"{file}: this is not valid JSON: {error}.") from error
+
+
+def convert_input(file: Path, out: Path | None = None, *, overwrite: bool = False) -> str:
+    """The config of an input file of DeePMD-kit as commented YAML, which is written to `out` if that is a path.
+
+    Relative paths remain as they are if they are valid for the config, and become absolute otherwise.
+    """
+    from forgefield.config.loading import load_config
+    from forgefield.config.template import require_config_path, write_config, yaml_with_comments
+
+    if out is not None:
+        require_config_path(out, overwrite=overwrite)
+    content = read_input(file)
+    if not is_deepmd_input(content):
+        raise ForgefieldError(
+            f"{file} is not an input of DeePMD-kit: it has no section 'training', or no 'model' with a type_map."
+        )
+    translated = translation(content, file)
+    checked = load_config(file)
+    values = translated.config
+    folders = {path.absolute().parent for path in (file, out or file)} | {Path.cwd()}
+    if len(folders) > 1:
+        data = {"train": checked.data.train, "val": checked.data.val}
+        values = {**values, "data": {**values["data"], **data}}
+    header = [f"The run of {file.name}, an input of DeePMD-kit; written by `forgefield convert-config`."]
+    if translated.notes:
+        header.append("Keys that do not correspond to a setting:")
+        header += [f"  {key}: {text}" for key, text in translated.notes.items()]
+    text = yaml_with_comments(values, header="\n".join(header), notes=COMMENTS)
+    if out is not None:
+        write_config(out, text)
+    return text

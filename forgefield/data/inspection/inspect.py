@@ -13,10 +13,9 @@ from dataclasses import dataclass, field
 import numpy as np
 from ase.data import atomic_numbers, chemical_symbols
 
-from forgefield.config.starter import LARGE_FORCES
 from forgefield.data.frame import Frame
 from forgefield.data.inspection.survey import Progress, Survey, row_blocks, survey_table
-from forgefield.data.inspection.suspicions import isolated_atom_warnings, label_warnings, named
+from forgefield.data.inspection.suspicions import LARGE_FORCES, isolated_atom_warnings, label_warnings, named
 from forgefield.data.references import unit_suspicion
 from forgefield.data.species import SpeciesTable
 from forgefield.data.statistics import energy_deviations, robust_energies

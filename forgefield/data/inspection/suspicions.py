@@ -27,6 +27,8 @@ EXTENSIVE = 0.05
 """Relative deviation of energies per atom from a fit by composition below which they are regarded as total energies."""
 BETTER = 3.0
 """Factor by which another law must fit better."""
+LARGE_FORCES = 8.0
+"""Root mean square force, eV/A, above which another unit is likely."""
 LARGE_STRESS = 1000.0
 """Component of the stress, GPa, that training data does not reach; the centre of the earth has 364."""
 USUAL_STRESS = 100.0

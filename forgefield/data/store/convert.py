@@ -14,7 +14,7 @@ import os
 import shutil
 import signal
 import threading
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor, as_completed
 from concurrent.futures.process import BrokenProcessPool
 from contextlib import contextmanager
@@ -23,9 +23,10 @@ from pathlib import Path
 from typing import Any, TypeGuard
 
 from forgefield._version import __version__
+from forgefield.data.field_options import FieldOptions, field_options
 from forgefield.data.frame import Frame
 from forgefield.data.labels.fields import Field, fields_of, merge_fields, select_fields
-from forgefield.data.labels.label_reader import LabelReader
+from forgefield.data.labels.label_reader import USUAL_NAMES, LabelReader, is_none
 from forgefield.data.neighbours.graph import GraphOptions, same_graph
 from forgefield.data.options import LabelOptions, UnitOptions
 from forgefield.data.readers import SourceFile, chunks, frame_count, frames_of, source_files
@@ -97,6 +98,7 @@ def convert(
         None if graph is None else same_graph(graph),
     )
     files = spec if _are_files(spec) else source_files(spec)
+    refuse_settings_for_stores(files, labels, units)
     asked = LabelReader(labels, units).asked
     fields = [] if asked is None else [("data.labels.fields", asked)]
     for file in files:
@@ -139,6 +141,33 @@ def store_frames(frames: Iterable[Frame], target: Path, graph: GraphOptions | No
         manifest = _finish(partial, 1, target, settings)
         os.replace(partial, target)
     return manifest
+
+
+def refuse_settings_for_stores(files: Sequence[SourceFile], labels: LabelOptions, units: UnitOptions) -> None:
+    """Refuse settings for reading files if all sources are stores, in which labels are selected and units converted already."""
+    if not all(is_store(file.path) for file in files):
+        return
+    keys = asdict(labels)
+    for name in USUAL_NAMES:
+        if keys[name] is not None and not is_none(keys[name]):
+            raise ForgefieldError(
+                f"data.labels.{name}={keys[name]} does not apply to a store, whose labels were selected when it was written; "
+                "leave it out, or set it to none to ignore the label"
+            )
+    defaults = asdict(FieldOptions())
+    for name, options in field_options(labels.fields).items():
+        for setting, value in asdict(options).items():
+            if setting in ("key", "factor", "species", "cumulative") and value != defaults[setting]:
+                raise ForgefieldError(
+                    f"data.labels.fields.{name}.{setting}={value} does not apply to a store, whose fields were selected when "
+                    "it was written; leave it out"
+                )
+    defaults = asdict(UnitOptions())
+    for name, value in asdict(units).items():
+        if name in ("energy", "length", "forces", "stress") and value != defaults[name]:
+            raise ForgefieldError(
+                f"data.units.{name}={value} does not apply to a store, whose units are eV and A; leave it out"
+            )
 
 
 @contextmanager

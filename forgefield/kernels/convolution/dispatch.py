@@ -17,6 +17,7 @@ import torch.autograd.forward_ad as forward_ad
 from torch import Tensor
 
 from forgefield.kernels.core.runtime import has_triton, interpreted
+from forgefield.kernels.cpu.convolution import convolve_by_c, use_c
 from forgefield.kernels.edges.coupling_source import CoupledPath, key_of_coupling
 from forgefield.ops.convolution import convolve
 from forgefield.ops.convolution_plan import ConvolutionPlan
@@ -72,9 +73,19 @@ class EdgeHarmonics:
             )
 
             return convolve_by_operator(features, barrier(self.harmonics, self.switch), weights, self.graph, form_key)
+        if use_c(features, plan):
+            with torch.no_grad():
+                couplings = self._couplings_by_plan(plan, self.harmonics.detach(), coupling_matrix)
+            harmonics = barrier(self.harmonics, self.switch)
+            return convolve_by_c(features, harmonics, couplings, weights, self.graph, plan, self.switch)
+        couplings = self._couplings_by_plan(plan, self.harmonics, coupling_matrix)
+        return convolve(features, couplings, weights, self.graph, plan, self.switch)
+
+    def _couplings_by_plan(self, plan: ConvolutionPlan, harmonics: Tensor, coupling_matrix: Tensor) -> Tensor:
+        """(n_edges, plan.n_couplings), computed once for all layers of a plan."""
         if id(plan) not in self._couplings:
-            self._couplings[id(plan)] = barrier(self.harmonics @ coupling_matrix, self.switch)
-        return convolve(features, self._couplings[id(plan)], weights, self.graph, plan, self.switch)
+            self._couplings[id(plan)] = barrier(harmonics @ coupling_matrix, self.switch)
+        return self._couplings[id(plan)]
 
 
 class WeightedHarmonics:

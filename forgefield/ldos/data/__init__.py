@@ -1,14 +1,12 @@
 """Points on a real-space grid: snapshots, scaling, splits, loaders."""
 
-from forgefield.ldos.data.finding import find_snapshots
 from forgefield.ldos.data.info import SnapshotInfo, read_info
 from forgefield.ldos.data.loader import PointLoader
-from forgefield.ldos.data.memory import load_points, place_for
-from forgefield.ldos.data.moments import PointMoments, measure_points
-from forgefield.ldos.data.scaling import Scaling
+from forgefield.ldos.data.scaling import PointMoments, Scaling, measure_points
 from forgefield.ldos.data.selection import EveryPoint, Selection, split_points
 from forgefield.ldos.data.snapshot import Snapshot
-from forgefield.ldos.data.staging import PointBlock
+from forgefield.ldos.data.snapshot_files import find_snapshots
+from forgefield.ldos.data.staging import PointBlock, choose_location, load_points
 from forgefield.ldos.data.stream import StreamLoader
 from forgefield.ldos.data.table import PointTable
 
@@ -23,10 +21,10 @@ __all__ = [
     "Snapshot",
     "SnapshotInfo",
     "StreamLoader",
+    "choose_location",
     "find_snapshots",
     "load_points",
     "measure_points",
-    "place_for",
     "read_info",
     "split_points",
 ]

@@ -1,12 +1,12 @@
-"""Values on a grid as other programs write them, one file for each level: cube and xsf files of Quantum ESPRESSO's pp.x.
+"""Cube and xsf files of Quantum ESPRESSO's pp.x, one file per level, as the targets of a snapshot.
 
-Reads such files into an array (nx, ny, nz, levels) as a snapshot's targets, in the standard unit. Files are put in the order
-of the numbers in their names, however these are padded.
+The files become an array (nx, ny, nz, levels) in the standard unit, sorted by the numbers in their names, padded or not.
 """
 
 from __future__ import annotations
 
 import glob
+import json
 import math
 import os
 import re
@@ -20,12 +20,17 @@ import numpy as np
 from forgefield.config.nearest import did_you_mean
 from forgefield.errors import ForgefieldError
 from forgefield.files import written_whole
+from forgefield.ldos.data.info import read_info
+from forgefield.ldos.data.rows import require_file, require_new_array
+from forgefield.ldos.data.snapshot_files import base_name
 from forgefield.ldos.data.units import target_factor
 from forgefield.physics.units import BOHR
 
 SUFFIXES = (".cube", ".xsf")
+PP_UNITS = {"ldos": "1/(Ry*Bohr^3)", "density": "1/Bohr^3"}
+"""Units in which pp.x writes."""
 GROUP_BYTES = 1 << 30
-"""Values that are held while they are brought into the order of the array."""
+"""Size of the levels that are collected in memory before they are written."""
 
 
 @dataclass(frozen=True)
@@ -46,7 +51,7 @@ def read_grid_file(path: Path) -> GridFile:
     except OSError as error:
         raise ForgefieldError(f"{path}: cannot be read ({error.strerror})") from None
     except (ValueError, IndexError, KeyError, OverflowError, MemoryError):
-        raise ForgefieldError(f"{path} is not a {path.suffix[1:] or 'cube'} file, or it is cut off") from None
+        raise ForgefieldError(f"{path} is not a {path.suffix[1:] or 'cube'} file, or it is truncated") from None
 
 
 def _read_cube(file: IO[bytes], path: Path) -> GridFile:
@@ -54,11 +59,11 @@ def _read_cube(file: IO[bytes], path: Path) -> GridFile:
     n_atoms = int(file.readline().split()[0])
     axes = [file.readline().split() for _ in range(3)]
     shape = tuple(abs(int(axis[0])) for axis in axes)
-    length = BOHR if int(axes[0][0]) > 0 else 1.0  # a negative number of points says that lengths are in A
+    length = BOHR if int(axes[0][0]) > 0 else 1.0  # a negative number of points means that lengths are in A
     cell = np.array([[float(x) for x in axis[1:4]] for axis in axes]) * np.array(shape)[:, None] * length
     atoms = _lines(file, abs(n_atoms), path)
     if n_atoms < 0:
-        file.readline()  # numbers of orbitals; one is all that fits the array
+        file.readline()  # indices of orbitals; the array has room for one
     numbers = np.array([int(atom[0]) for atom in atoms], dtype=np.int64)
     positions = np.array([[float(x) for x in atom[2:5]] for atom in atoms]).reshape(-1, 3) * length
     return _grid(_numbers(file, math.prod(shape), path).reshape(shape), cell, numbers, positions)
@@ -102,12 +107,12 @@ def _grid(values: np.ndarray, cell: np.ndarray, numbers: np.ndarray, positions: 
 
 
 def _lines(file: IO[bytes], n: int, path: Path) -> list[list[bytes]]:
-    """The words of the next n lines, all of which must be there."""
+    """The words of the next n lines, all of which must exist."""
     if n < 0 or n > os.fstat(file.fileno()).st_size:
-        raise ForgefieldError(f"{path} says that it has {n} atoms, more than fit into the file; it is damaged")
+        raise ForgefieldError(f"{path} declares {n} atoms, more than fit into the file; it is damaged")
     lines = [file.readline().split() for _ in range(n)]
     if n and not lines[-1]:
-        raise ForgefieldError(f"{path} is cut off: it says that it has {n} atoms")
+        raise ForgefieldError(f"{path} is truncated: it declares {n} atoms")
     return lines
 
 
@@ -115,16 +120,16 @@ def _numbers(file: IO[bytes], n: int, path: Path) -> np.ndarray:
     """The next n numbers of a text, (n,) float64."""
     text = file.read().partition(b"END_")[0]  # of an xsf file
     values = np.fromstring(text, dtype=np.float64, sep=" ", count=-1) if _plain(text) else np.empty(0)
-    if len(values) < n:  # Fortran drops the E of an exponent with three digits; what follows the grid is no number
+    if len(values) < n:  # Fortran drops the E of an exponent with three digits; what follows the grid is not a number
         repaired = re.sub(rb"(\d)([-+]\d{3})", rb"\1E\2", text)
         values = np.array([_number(word, path) for word in repaired.split()[:n]])
     if len(values) < n:
-        raise ForgefieldError(f"{path} is cut off: it has {len(values)} of {n} values")
+        raise ForgefieldError(f"{path} is truncated: it has {len(values)} of {n} values")
     return values[:n]
 
 
 def _plain(text: bytes) -> bool:
-    """Whether there are only numbers that numpy reads."""
+    """Whether the text contains only numbers that numpy can read."""
     return re.search(rb"[A-DF-Za-df-z_]|\d[-+]\d{3}", text) is None
 
 
@@ -132,24 +137,24 @@ def _number(word: bytes, path: Path) -> float:
     try:
         return float(word)
     except ValueError:
-        raise ForgefieldError(f"{path}: {word.decode(errors='replace')!r} stands where a value should be") from None
+        raise ForgefieldError(f"{path}: {word.decode(errors='replace')!r} is not a number") from None
 
 
 def level_files(pattern: str | Sequence[str]) -> list[Path]:
-    """The files of all levels, in the order of the numbers in their names, none missing and none twice."""
+    """The files of all levels, sorted by the numbers in their names. Missing and duplicate levels are errors."""
     patterns = [pattern] if isinstance(pattern, str) else list(pattern)
-    found = [Path(match) for one in patterns for match in (glob.glob(one) if glob.has_magic(one) else [one])]
-    if not found:
+    paths = [Path(match) for name in patterns for match in (glob.glob(name) if glob.has_magic(name) else [name])]
+    if not paths:
         near = [str(path) for path in Path(patterns[0]).parent.glob("*") if path.suffix in SUFFIXES]
         raise ForgefieldError(f"{' '.join(patterns)}: no file matches.{did_you_mean(patterns[0], near)}")
-    if len(found) == 1:
-        return found
+    if len(paths) == 1:
+        return paths
     numbered: dict[int, Path] = {}
-    for path in found:
-        number = _level(path, found)
+    for path in paths:
+        number = _level(path, paths)
         if number in numbered:
             raise ForgefieldError(
-                f"{numbered[number]} and {path} are both level {number}; give the files of one snapshot"
+                f"{numbered[number]} and {path} are both level {number}; pass the files of one snapshot"
             )
         numbered[number] = path
     order = sorted(numbered)
@@ -164,15 +169,19 @@ def level_files(pattern: str | Sequence[str]) -> list[Path]:
 
 
 def _level(path: Path, paths: list[Path]) -> int:
-    """The number in a name that is not the same in all names."""
-    every = [re.findall(r"\d+", other.name) for other in paths]
-    own = re.findall(r"\d+", path.name)
-    if not own or len({len(numbers) for numbers in every}) != 1:
-        raise ForgefieldError(f"{path}: its name has no number that says which level it is")
-    varying = [place for place in range(len(own)) if len({int(numbers[place]) for numbers in every}) > 1]
+    """The number in a file name that differs between the files."""
+    all_numbers = [re.findall(r"\d+", other.name) for other in paths]
+    numbers_of_path = re.findall(r"\d+", path.name)
+    if not numbers_of_path or len({len(numbers) for numbers in all_numbers}) != 1:
+        raise ForgefieldError(f"{path}: its name contains no number of the level")
+    varying = [
+        index for index in range(len(numbers_of_path)) if len({int(numbers[index]) for numbers in all_numbers}) > 1
+    ]
     if len(varying) != 1:
-        raise ForgefieldError(f"{path}: {len(varying)} numbers differ between the names; one should, that of the level")
-    return int(own[varying[0]])
+        raise ForgefieldError(
+            f"{path}: {len(varying)} numbers differ between the file names; only that of the level should"
+        )
+    return int(numbers_of_path[varying[0]])
 
 
 def cubes_to_array(
@@ -187,7 +196,7 @@ def cubes_to_array(
 ) -> tuple[int, ...]:
     """Write the levels in `files`, in `units`, as an array (nx, ny, nz, levels) in the standard unit. Returns that shape.
 
-    Some levels at a time are held and written together.
+    As many levels as fit into `group_bytes` are collected and written together.
     """
     factor = target_factor(target, units, "--units")
     first = read_grid_file(files[0])
@@ -196,16 +205,59 @@ def cubes_to_array(
     with written_whole(out) as partial:
         array = np.lib.format.open_memmap(partial, mode="w+", dtype=np.dtype(dtype), shape=shape)
         for start in range(0, len(files), group):
-            held = np.empty((*shape[:3], min(group, len(files) - start)), dtype=dtype)
-            for level in range(held.shape[3]):
+            levels = np.empty((*shape[:3], min(group, len(files) - start)), dtype=dtype)
+            for level in range(levels.shape[3]):
                 path = files[start + level]
-                held[..., level] = _values(path, first, files[0]) * factor
+                levels[..., level] = _values(path, first, files[0]) * factor
                 if progress is not None:
                     progress(start + level + 1, len(files))
-            array[..., start : start + held.shape[3]] = held
+            array[..., start : start + levels.shape[3]] = levels
         array.flush()
         del array
     return shape
+
+
+def convert_cubes(
+    paths: Sequence[str],
+    out: Path,
+    *,
+    target: str = "ldos",
+    units: str | None = None,
+    info: Path | None = None,
+    dtype: np.dtype | type = np.float32,
+    progress: Callable[[int, int], None] | None = None,
+) -> tuple[tuple[int, ...], Path | None]:
+    """Convert cube or xsf files to the targets of a snapshot; returns the shape of the array, and the path of the .info.json.
+
+    Parameters
+    ----------
+    paths
+        Files or globs, one file for each level.
+    out
+        The array to write, .npy.
+    target
+        Quantity in the files: `ldos` or `density`.
+    units
+        Unit in the files; default: that in which pp.x writes.
+    info
+        Output of pw.x, to store as .info.json next to the array.
+    dtype
+        Type of the numbers in the array.
+    progress
+        Called with the number of levels done and of all levels.
+    """
+    require_new_array(out)
+    files, info_path, text = level_files(paths), None, ""
+    if info is not None:
+        require_file(info)
+        info_path = out.with_name(f"{base_name(out)}.info.json")
+        if info_path.exists():
+            raise ForgefieldError(f"{info_path} exists already; delete it or leave --info out")
+        text = json.dumps(read_info(info).to_json(), indent=1)
+    shape = cubes_to_array(files, out, target=target, units=units or PP_UNITS[target], dtype=dtype, progress=progress)
+    if info_path is not None:
+        info_path.write_text(text)
+    return shape, info_path
 
 
 def _values(path: Path, first: GridFile, first_path: Path) -> np.ndarray:

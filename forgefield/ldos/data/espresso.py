@@ -1,4 +1,4 @@
-"""Reader of the output of Quantum ESPRESSO's pw.x: what a snapshot needs to know, of the last self-consistent cycle.
+"""Reader of the output of Quantum ESPRESSO's pw.x: the metadata of a snapshot, from the last self-consistent cycle.
 
 The temperature is the printed width of the Fermi-Dirac smearing; the band energy is the sum of printed eigenvalues with
 Fermi-Dirac occupations at the printed Fermi energy, both with the digits that pw.x prints.
@@ -55,8 +55,8 @@ def read_espresso(path: Path) -> SnapshotInfo:
 
 
 def _last(pattern: str, text: str) -> float | None:
-    found = re.findall(pattern, text)
-    return float(found[-1].replace("d", "e").replace("D", "e")) if found else None
+    matches = re.findall(pattern, text)
+    return float(matches[-1].replace("d", "e").replace("D", "e")) if matches else None
 
 
 def _element(label: str) -> str:
@@ -80,7 +80,7 @@ def _add_structure(info: SnapshotInfo, text: str) -> None:
     info.positions = np.array([site[1:] for site in sites], dtype=np.float64).reshape(-1, 3) * alat * BOHR
     if re.search(r"ATOMIC_POSITIONS|CELL_PARAMETERS", text):
         raise ForgefieldError(
-            f"{info.source} is a relaxation or a dynamics: its atoms or cell move. Give the output of one scf calculation."
+            f"{info.source} is a relaxation or a dynamics: its atoms or cell move. Use the output of one scf calculation."
         )
 
 

@@ -1,7 +1,7 @@
-"""What is known about a snapshot beside its arrays: Fermi energy, electrons, temperature, cell, atoms, energies.
+"""Metadata of a snapshot: Fermi energy, electrons, temperature, cell, atoms, energies.
 
-Read from an `.info.json` (of MALA or of our own) or from the output of Quantum ESPRESSO's pw.x. What a file does not say is
-None; `require` names it when it is needed.
+Read from an `.info.json` (MALA's or Forgefield's) or from the output of Quantum ESPRESSO's pw.x. Values that a file does not
+state are None; `require` reports the missing ones.
 """
 
 from __future__ import annotations
@@ -26,12 +26,12 @@ ENERGIES = {
     "xc": "xc_contribution",
     "ewald": "ewald_contribution",
 }
-"""Our name of each energy and its key in an `.info.json`, eV. `entropy` is -TS."""
+"""Key of each energy in an `.info.json`, eV. `entropy` is -TS."""
 
 
 @dataclass
 class SnapshotInfo:
-    """Everything in eV, A and K unless said otherwise."""
+    """Values in eV, A and K unless stated otherwise; None if unknown."""
 
     source: str = ""
     """File it was read from."""
@@ -55,9 +55,9 @@ class SnapshotInfo:
     pseudopotentials: dict[str, str] = field(default_factory=dict)
     """File name by element."""
     coordinates: bool | None = None
-    """Whether inputs begin with three columns of coordinates; None: not said."""
+    """Whether inputs begin with three columns of coordinates; None: not stated."""
     units: str | None = None
-    """Unit of the targets; None: not said."""
+    """Unit of the targets; None: not stated."""
 
     @property
     def voxel(self) -> np.ndarray | None:
@@ -77,12 +77,13 @@ class SnapshotInfo:
         return None if self.numbers is None else len(self.numbers)
 
     def require(self, *names: str, why: str = "") -> SnapshotInfo:
-        """Itself, where all these are known; an error that names the first that is not."""
+        """Return self if all these attributes are known; otherwise raise an error that names the first missing one."""
         for name in names:
             if getattr(self, name) is None:
-                what = name.replace("_", " ")
+                quantity = name.replace("_", " ")
                 raise ForgefieldError(
-                    f"{self.source or 'a snapshot'} does not say the {what}{f', which {why} needs' if why else ''}; give an "
+                    f"{self.source or 'a snapshot'} does not state the {quantity}{f', which {why} needs' if why else ''}; "
+                    "provide an "
                     ".info.json or an output of Quantum ESPRESSO that does"
                 )
         return self
@@ -96,7 +97,7 @@ class SnapshotInfo:
 
     def to_json(self) -> dict[str, Any]:
         """The content of an `.info.json` that `read_info` reads back, in the keys of MALA's."""
-        found: dict[str, Any] = {
+        document: dict[str, Any] = {
             "fermi_energy_dft": self.fermi_energy,
             "temperature": self.temperature,
             "number_of_electrons_exact": self.electrons,
@@ -106,21 +107,21 @@ class SnapshotInfo:
             "coordinates_in_inputs": self.coordinates,
             "target_units": self.units,
         }
-        found |= {ENERGIES[name]: value for name, value in self.energies.items()}
+        document |= {ENERGIES[name]: value for name, value in self.energies.items()}
         if self.voxel is not None:
-            found["voxel"] = {"array": self.voxel.tolist()}
+            document["voxel"] = {"array": self.voxel.tolist()}
         if self.numbers is not None and self.positions is not None and self.cell is not None:
-            found["atoms"] = {
+            document["atoms"] = {
                 "numbers": self.numbers.tolist(),
                 "positions": self.positions.tolist(),
                 "cell": self.cell.tolist(),
                 "pbc": [True] * 3,
             }
-        return {key: value for key, value in found.items() if value is not None}
+        return {key: value for key, value in document.items() if value is not None}
 
 
 def read_info(path: Path) -> SnapshotInfo:
-    """From an `.info.json` or an output of pw.x, told apart by what is in the file."""
+    """Metadata from an `.info.json` or an output of pw.x; the format is detected from the content."""
     try:
         with path.open("rb") as file:
             start = file.read(64).lstrip()[:1]
@@ -135,34 +136,36 @@ def read_info(path: Path) -> SnapshotInfo:
 
 def _from_json(path: Path) -> SnapshotInfo:
     try:
-        found = load_json(path.read_text())
+        document = load_json(path.read_text())
     except ValueError as error:
         raise ForgefieldError(f"{path} is not the .info.json of a snapshot: {error}") from None
-    return info_from(found, str(path))
+    return parse_info(document, str(path))
 
 
-def info_from(found: dict[str, Any], source: str) -> SnapshotInfo:
-    """From the content of an `.info.json`. source: what it is, for messages."""
+def parse_info(document: dict[str, Any], source: str) -> SnapshotInfo:
+    """Metadata from the content of an `.info.json`. source: its name in messages."""
     try:
         info = SnapshotInfo(
             source=source,
-            fermi_energy=_number(found, "fermi_energy_dft"),
-            temperature=_number(found, "temperature"),
-            electrons=_number(found, "number_of_electrons_exact"),
-            ecutrho=_number(found, "ecutrho"),
-            energies={name: value for name, key in ENERGIES.items() if (value := _number(found, key)) is not None},
-            pseudopotentials={str(key): Path(name).name for key, name in (found.get("pseudopotentials") or {}).items()},
-            coordinates=found.get("coordinates_in_inputs"),
-            units=found.get("target_units"),
+            fermi_energy=_number(document, "fermi_energy_dft"),
+            temperature=_number(document, "temperature"),
+            electrons=_number(document, "number_of_electrons_exact"),
+            ecutrho=_number(document, "ecutrho"),
+            energies={name: value for name, key in ENERGIES.items() if (value := _number(document, key)) is not None},
+            pseudopotentials={
+                str(key): Path(name).name for key, name in (document.get("pseudopotentials") or {}).items()
+            },
+            coordinates=document.get("coordinates_in_inputs"),
+            units=document.get("target_units"),
         )
-        _add_geometry(info, found)
+        _add_geometry(info, document)
     except (ValueError, TypeError, KeyError, AttributeError) as error:
         raise ForgefieldError(f"{source} is not the .info.json of a snapshot: {error}") from None
     return info
 
 
-def _number(found: dict[str, Any], key: str) -> float | None:
-    value = found.get(key)
+def _number(document: dict[str, Any], key: str) -> float | None:
+    value = document.get(key)
     if value is None:
         return None
     if isinstance(value, (bool, str)) or not math.isfinite(value):
@@ -170,8 +173,8 @@ def _number(found: dict[str, Any], key: str) -> float | None:
     return float(value)
 
 
-def _add_geometry(info: SnapshotInfo, found: dict[str, Any]) -> None:
-    grid, atoms, voxel = found.get("grid_dimensions"), found.get("atoms"), found.get("voxel")
+def _add_geometry(info: SnapshotInfo, document: dict[str, Any]) -> None:
+    grid, atoms, voxel = document.get("grid_dimensions"), document.get("atoms"), document.get("voxel")
     if grid is not None:
         if not isinstance(grid, list) or len(grid) != 3 or any(type(n) is not int or n < 1 for n in grid):
             raise ValueError(f"grid_dimensions is {grid!r:.60}; it should be three numbers of points")
@@ -192,5 +195,5 @@ def _finite(value: object, name: str, shape: tuple[int, ...], source: str) -> np
 
 
 def _plain(value: object) -> object:
-    """An array as lists, whichever way ASE's dictionaries were written."""
+    """An array as nested lists; ASE's dictionaries store it directly or under `array`."""
     return value["array"] if isinstance(value, dict) and "array" in value else value

@@ -1,6 +1,6 @@
 """Rows of an openPMD file (HDF5): one scalar mesh component for each value of a point, `/data/0/meshes/LDOS/0, 1, ...`.
 
-A block of points is read as a stretch of each component. `unit_si` is the unit that the file states (`unitSI`).
+A block of points is read as a range of each component. `unit_si` is the unit that the file states (`unitSI`).
 """
 
 from __future__ import annotations
@@ -109,7 +109,7 @@ class OpenPmdRows:
 
 
 def _lines(component: h5py.Dataset, first: int, last: int, ny: int) -> np.ndarray:
-    """Lines along z, counted over x and y, as (n, nz) or a stretch of planes."""
+    """Lines along z, counted over x and y, as (n, nz) or a range of planes."""
     plane, end = first // ny, (last - 1) // ny
     if plane == end:
         return component[plane, first - plane * ny : last - plane * ny]

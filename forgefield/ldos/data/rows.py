@@ -1,6 +1,6 @@
 """Files of rows: one row of values for each grid point, read by position.
 
-A numpy file is read with `pread` straight into the array that is asked for: threads may do so side by side, nothing is mapped,
+A numpy file is read with `pread` directly into the target array: several threads may read at the same time, nothing is mapped,
 and a truncated file is an error and not a crash. A grid is flattened with its last axis fastest.
 """
 
@@ -22,7 +22,7 @@ _scratch = threading.local()
 
 
 class RowFile(Protocol):
-    """Values of grid points in a file. grid_shape: None where rows have no grid."""
+    """Values of grid points in a file. grid_shape: None if rows have no grid."""
 
     path: Path
     grid_shape: tuple[int, int, int] | None
@@ -32,13 +32,13 @@ class RowFile(Protocol):
 
     @property
     def unit_si(self) -> float | None:
-        """Unit of the values in SI, where the file states it."""
+        """Unit of the values in SI, if the file states it."""
 
     def read(self, start: int, stop: int) -> np.ndarray:
-        """Rows start to stop as they are stored, (stop - start, n_columns). Valid until this thread reads again."""
+        """Rows start to stop in the stored type, (stop - start, n_columns). Valid until this thread reads again."""
 
     def read_into(self, start: int, out: np.ndarray) -> bool:
-        """Fill `out`, (n, n_columns), with the rows from `start` on. False where only `read` can."""
+        """Fill `out`, (n, n_columns), with the rows from `start` on. False if only `read` is supported."""
 
 
 def open_rows(path: Path) -> RowFile:
@@ -56,7 +56,7 @@ def open_rows(path: Path) -> RowFile:
 
 
 def require_file(path: Path) -> None:
-    """An error with the nearest name where there is no such file."""
+    """Raise an error that suggests the nearest name if there is no such file."""
     if path.is_file():
         return
     if path.is_dir():
@@ -66,6 +66,14 @@ def require_file(path: Path) -> None:
         raise ForgefieldError(f"{path}: there is no such file; the folder {folder} does not exist")
     names = [entry.name for entry in folder.iterdir()]
     raise ForgefieldError(f"{path}: there is no such file (looked from {Path.cwd()}).{did_you_mean(path.name, names)}")
+
+
+def require_new_array(path: Path) -> None:
+    """Raise unless an array can be written to the new file `path`."""
+    if path.suffix != ".npy":
+        raise ForgefieldError(f"{path}: the array is written as .npy; choose a name with this ending")
+    if path.exists():
+        raise ForgefieldError(f"{path} exists already; delete it or choose another name")
 
 
 class NumpyRows:
@@ -86,7 +94,7 @@ class NumpyRows:
         self.n_columns = shape[-1] if len(shape) != 3 else 1
         self.n_rows = int(np.prod(shape, dtype=np.int64)) // max(self.n_columns, 1)
         if self.n_rows == 0 or self.n_columns == 0:
-            raise ForgefieldError(f"{path} has shape {shape}: there is nothing in it")
+            raise ForgefieldError(f"{path} has shape {shape}: it is empty")
         self._row_bytes = self.n_columns * self.dtype.itemsize
         self._file: int | None = None
         self._opening = threading.Lock()
@@ -99,13 +107,13 @@ class NumpyRows:
     def read_into(self, start: int, out: np.ndarray) -> bool:
         if out.dtype != self.dtype or not out.flags.c_contiguous or out.shape[1] != self.n_columns:
             return False
-        room = memoryview(out.reshape(-1).view(np.uint8))  # type: ignore[arg-type]
-        offset, done = self._offset + start * self._row_bytes, 0
-        while done < len(room):
-            count = os.preadv(self._opened(), [room[done:]], offset + done)
+        buffer = memoryview(out.reshape(-1).view(np.uint8))  # type: ignore[arg-type]
+        offset, n_read = self._offset + start * self._row_bytes, 0
+        while n_read < len(buffer):
+            count = os.preadv(self._opened(), [buffer[n_read:]], offset + n_read)
             if count == 0:
                 raise ForgefieldError(f"{self.path} became shorter while it was read")
-            done += count
+            n_read += count
         return True
 
     def _opened(self) -> int:
@@ -128,7 +136,7 @@ class NumpyRows:
 
 
 def _header(path: Path) -> tuple[tuple[int, ...], np.dtype, int]:
-    """Shape, type and offset of the first value of a .npy file, which has exactly the bytes that these say."""
+    """Shape, type and offset of the first value of a .npy file, whose size is checked against them."""
     try:
         with path.open("rb") as file:
             header = read_npy_header(file, path.stat().st_size, str(path))
@@ -136,20 +144,20 @@ def _header(path: Path) -> tuple[tuple[int, ...], np.dtype, int]:
         raise ForgefieldError(f"{path}: cannot be read ({error.strerror})") from None
     if header.dtype.kind != "f":
         raise ForgefieldError(
-            f"{path} holds values of type {header.dtype}; real numbers are needed (float32 or float64)"
+            f"{path} contains values of type {header.dtype}; real numbers are needed (float32 or float64)"
         )
     if header.order == "F" and len(header.shape) > 1:
         raise ForgefieldError(
-            f"{path} is stored in Fortran order, in which the values of a point lie far apart; write it again with "
+            f"{path} is stored in Fortran order, in which the values of a point are far apart; write it again with "
             "np.save(path, np.ascontiguousarray(array))"
         )
     return header.shape, header.dtype, header.offset
 
 
 def _scratch_rows(n: int, columns: int, dtype: np.dtype) -> np.ndarray:
-    """Room for raw rows that this thread uses again and again."""
+    """A buffer for raw rows that this thread reuses."""
     size = n * columns * dtype.itemsize
-    room = getattr(_scratch, "room", None)
-    if room is None or len(room) < size:
-        room = _scratch.room = np.empty(size, dtype=np.uint8)
-    return room[:size].view(dtype).reshape(n, columns)
+    buffer = getattr(_scratch, "buffer", None)
+    if buffer is None or len(buffer) < size:
+        buffer = _scratch.buffer = np.empty(size, dtype=np.uint8)
+    return buffer[:size].view(dtype).reshape(n, columns)

@@ -1,8 +1,8 @@
 """Shuffled snapshot files: every point of some snapshots exactly once, in random order, in any number of files of equal size.
 
-Which row goes where is a computed permutation, fixed by the seed and independent of the memory. Source files are read once,
-front to back. What fits into memory is put into order there and written once; more goes to the parts of the new files it
-belongs to, as it comes, and each part is then put into order by itself.
+The order is a computed permutation that depends on the seed only, not on the memory. Source files are read once, front to back.
+If everything fits into memory, it is sorted there and written once; otherwise rows are appended to chunks of the new files, and
+each chunk is then sorted.
 """
 
 from __future__ import annotations
@@ -26,15 +26,15 @@ from forgefield.ldos.data.units import STANDARD
 
 READ_ROWS = 16384
 MEMORY = 4 << 30
-"""Bytes that are used, about."""
-MOST_PARTS = 4096
+"""Approximate memory in bytes."""
+MAX_CHUNKS = 4096
 
 Progress = Callable[[int, int], None]
 
 
 @dataclass(frozen=True)
-class _Part:
-    """Rows of a new file that are put into order together. first: in the order of all; at: in the file."""
+class _Chunk:
+    """Rows of a new file that are sorted together. first: position in the new order; at: row in the file."""
 
     file: int
     first: int
@@ -54,7 +54,7 @@ def shuffle_snapshots(
 ) -> list[Path]:
     """Write `files` snapshots (NAME0.in.npy, NAME0.out.npy, NAME0.info.json, ...) to a new folder; returns their inputs.
 
-    Values are written as they are served: without coordinates, targets in the standard unit, float64 where any file is.
+    Values are written without coordinates, targets in the standard unit, in float64 if any file is.
     """
     _refuse(table, folder, files)
     partial = folder.with_name(folder.name + ".partial")
@@ -74,9 +74,11 @@ def _refuse(table: PointTable, folder: Path, files: int) -> None:
     if folder.exists():
         raise ForgefieldError(f"{folder} exists already; delete it or choose another name")
     if not 1 <= files <= table.n_points:
-        raise ForgefieldError(f"{files} files cannot be made of {table.n_points} points; it should be from 1 to that")
+        raise ForgefieldError(
+            f"{files} files cannot be written from {table.n_points} points; use 1 to {table.n_points}"
+        )
     if not (table.n_inputs and table.n_targets):
-        raise ForgefieldError("shuffled files hold inputs and targets; these snapshots lack one of them")
+        raise ForgefieldError("shuffled files contain inputs and targets; these snapshots lack one of them")
 
 
 class _Shuffle:
@@ -84,34 +86,35 @@ class _Shuffle:
         self.table, self.folder, self.name, self.seed = table, folder, name, seed
         self.n = table.n_points
         self.source = Permutation(self.n, seed)
-        """Which row comes at each place of the new order."""
+        """Source row at each position of the new order."""
         self.sizes = [self.n // files + (number < self.n % files) for number in range(files)]
         self.dtypes = [
             np.result_type(*(file.dtype for file in group if file is not None)).newbyteorder("=")
             for group in ([s.inputs for s in table.snapshots], [s.targets for s in table.snapshots])
         ]
         row_bytes = table.n_inputs * self.dtypes[0].itemsize + table.n_targets * self.dtypes[1].itemsize
-        # A part is held twice while it is put into order.
+        # Sorting a chunk needs memory for a second copy of it.
         self.in_memory = (self.n + max(self.sizes)) * row_bytes <= memory
-        self.parts = self._divide(max(self.sizes) if self.in_memory else max(1, memory // (2 * row_bytes)))
-        if len(self.parts) > max(MOST_PARTS, files):
+        self.chunks = self._divide(max(self.sizes) if self.in_memory else max(1, memory // (2 * row_bytes)))
+        if len(self.chunks) > max(MAX_CHUNKS, files):
             raise ForgefieldError(
-                f"with {memory / 2**30:.3g} GB of memory the files would be written in {len(self.parts)} parts; allow more"
+                f"with {memory / 2**30:.3g} GB of memory the files would be written in {len(self.chunks)} chunks; allow more "
+                "memory"
             )
 
-    def _divide(self, most: int) -> list[_Part]:
-        parts, first = [], 0
+    def _divide(self, most: int) -> list[_Chunk]:
+        chunks, first = [], 0
         for file, size in enumerate(self.sizes):
-            pieces = -(-size // most)
-            bounds = [size * piece // pieces for piece in range(pieces + 1)]
-            parts += [_Part(file, first + low, low, high - low) for low, high in pairwise(bounds)]
+            n_chunks = -(-size // most)
+            bounds = [size * k // n_chunks for k in range(n_chunks + 1)]
+            chunks += [_Chunk(file, first + low, low, high - low) for low, high in pairwise(bounds)]
             first += size
-        return parts
+        return chunks
 
     def run(self, progress: Progress) -> None:
         arrays = self._memory() if self.in_memory else self._files()
-        filled = np.zeros(len(self.parts), dtype=np.int64)
-        firsts = np.array([part.first for part in self.parts])
+        filled = np.zeros(len(self.chunks), dtype=np.int64)
+        firsts = np.array([chunk.first for chunk in self.chunks])
         for start in range(0, self.n, READ_ROWS):
             stop = min(start + READ_ROWS, self.n)
             blocks = [
@@ -119,38 +122,38 @@ class _Shuffle:
                 for columns, dtype in zip((self.table.n_inputs, self.table.n_targets), self.dtypes)
             ]
             self.table.read_into(start, *blocks)
-            place = self.source.inverse(positions_tensor(start, stop)).numpy()
-            part_of = np.searchsorted(firsts, place, side="right") - 1
-            self._deal(blocks, part_of, arrays, filled)
+            position = self.source.inverse(positions_tensor(start, stop)).numpy()
+            chunk_of = np.searchsorted(firsts, position, side="right") - 1
+            self._deal(blocks, chunk_of, arrays, filled)
             progress(stop, self.n)
-        for number, part in enumerate(self.parts):
-            assert filled[number] == part.n
-            self._put_in_order(part, arrays[part.file])
+        for number, chunk in enumerate(self.chunks):
+            assert filled[number] == chunk.n
+            self._put_in_order(chunk, arrays[chunk.file])
         self._write(arrays)
 
     def _deal(
-        self, blocks: list[np.ndarray], part_of: np.ndarray, arrays: list[list[np.ndarray]], filled: np.ndarray
+        self, blocks: list[np.ndarray], chunk_of: np.ndarray, arrays: list[list[np.ndarray]], filled: np.ndarray
     ) -> None:
-        """Append each row of a block to its part, in the order in which rows come."""
-        order = np.argsort(part_of, kind="stable")
-        counts = np.bincount(part_of, minlength=len(self.parts))
+        """Append each row of a block to its chunk, in the order of reading."""
+        order = np.argsort(chunk_of, kind="stable")
+        counts = np.bincount(chunk_of, minlength=len(self.chunks))
         sorted_blocks = [block[order] for block in blocks]
         end = 0
         for number in np.flatnonzero(counts):
-            part, begin, end = self.parts[number], end, end + counts[number]
-            at = part.at + filled[number]
-            for array, rows in zip(arrays[part.file], sorted_blocks):
+            chunk, begin, end = self.chunks[number], end, end + counts[number]
+            at = chunk.at + filled[number]
+            for array, rows in zip(arrays[chunk.file], sorted_blocks):
                 array[at : at + end - begin] = rows[begin:end]
             filled[number] += end - begin
 
-    def _put_in_order(self, part: _Part, arrays: list[np.ndarray]) -> None:
-        """Rows came ascending; the row that belongs at each place is known."""
-        sources = self.source(positions_tensor(part.first, part.first + part.n))
-        came = torch.empty_like(sources)
-        came[sources.argsort()] = torch.arange(part.n)
+    def _put_in_order(self, chunk: _Chunk, arrays: list[np.ndarray]) -> None:
+        """Sort the rows of a chunk, which were appended in ascending order of their source rows."""
+        sources = self.source(positions_tensor(chunk.first, chunk.first + chunk.n))
+        arrival = torch.empty_like(sources)
+        arrival[sources.argsort()] = torch.arange(chunk.n)
         for array in arrays:
-            rows = array[part.at : part.at + part.n]
-            rows[...] = rows[came.numpy()]
+            rows = array[chunk.at : chunk.at + chunk.n]
+            rows[...] = rows[arrival.numpy()]
 
     def _paths(self, file: int) -> list[Path]:
         return [self.folder / f"{self.name}{file}.{middle}.npy" for middle in ("in", "out")]

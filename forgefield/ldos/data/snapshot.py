@@ -1,31 +1,33 @@
-"""A snapshot: descriptors and targets on the points of one grid, and what is known about the calculation.
+"""A snapshot: descriptors and targets on the points of one grid, and metadata of the calculation.
 
-Values are served as the network wants them, the files stay as they are: leading columns of coordinates are cut and the unit
-factor is applied on the way out.
+Files are never modified: leading columns of coordinates are removed and units are converted when values are read.
 """
 
 from __future__ import annotations
 
 import itertools
+from collections.abc import Iterable, Sequence
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
 from forgefield.errors import ForgefieldError
+from forgefield.files import write_atomically
 from forgefield.ldos.data.info import SnapshotInfo, read_info
 from forgefield.ldos.data.rows import RowFile, open_rows, require_file
-from forgefield.ldos.data.units import KNOWN, STANDARD, factor_from_si, require_target, target_factor
+from forgefield.ldos.data.units import STANDARD, TARGET_UNITS, factor_from_si, require_target, target_factor
 
 COORDINATES = 3
 """Columns of coordinates in front of descriptors."""
 
 
 class Snapshot:
-    """inputs, targets: files of rows, either of which may be missing. info: a file, or what is known already.
+    """inputs, targets: files of rows, either of which may be missing. info: metadata, or the file that contains it.
 
-    target: ldos, dos or density. units: of the targets in the file; None: what the file or the info states, else the
-    standard one. coordinates: whether inputs begin with three columns of coordinates; None: what the info says, else
-    whether those columns are a linear function of the place on the grid.
+    target: ldos, dos or density. units: of the targets in the file; None: as stated in the file or the metadata, else the
+    standard unit. coordinates: whether inputs begin with three columns of coordinates; None: as stated in the metadata, else
+    detected: coordinates are a linear function of the grid indices.
     """
 
     def __init__(
@@ -63,17 +65,22 @@ class Snapshot:
         grids = [(str(file.path), file.grid_shape, file.n_rows) for file in self._files()]
         if self.info.grid_shape is not None:
             grids.append((self.info.source, self.info.grid_shape, int(np.prod(self.info.grid_shape))))
-        for (one, grid, rows), (other, other_grid, other_rows) in itertools.combinations(grids, 2):
-            if rows != other_rows or (grid is not None and other_grid is not None and grid != other_grid):
+        for (first_source, first_grid, first_rows), (second_source, other_grid, other_rows) in itertools.combinations(
+            grids, 2
+        ):
+            if first_rows != other_rows or (
+                first_grid is not None and other_grid is not None and first_grid != other_grid
+            ):
                 raise ForgefieldError(
-                    f"{one} has {_grid_text(grid, rows)}, but {other} has {_grid_text(other_grid, other_rows)}; the files of "
+                    f"{first_source} has {_grid_text(first_grid, first_rows)}, but {second_source} has "
+                    f"{_grid_text(other_grid, other_rows)}; the files of "
                     "a snapshot should be of one calculation"
                 )
-        return next((grid for _, grid, _ in grids if grid is not None), None)
+        return next((first_grid for _, first_grid, _ in grids if first_grid is not None), None)
 
     def _unit_factor(self, units: str | None) -> float:
-        """What stored targets are multiplied by. A unit that was given and one that is stated must be the same."""
-        given = None if units is None else target_factor(self.target, units)
+        """Factor for stored targets. An explicit unit and one stated in a file must agree."""
+        requested = None if units is None else target_factor(self.target, units)
         stated: list[tuple[str, float]] = []
         if self.targets is not None and self.targets.unit_si not in (None, 1.0):
             stated.append((str(self.targets.path), factor_from_si(self.target, float(self.targets.unit_si or 1.0))))
@@ -82,37 +89,39 @@ class Snapshot:
                 (self.info.source, target_factor(self.target, self.info.units, f"{self.info.source}: target_units"))
             )
         for source, factor in stated:
-            if given is not None and abs(given / factor - 1) > 1e-5:
+            if requested is not None and abs(requested / factor - 1) > 1e-5:
                 near = (
-                    unit for unit in KNOWN[self.target] if abs(target_factor(self.target, unit) / factor - 1) < 1e-5
+                    unit
+                    for unit in TARGET_UNITS[self.target]
+                    if abs(target_factor(self.target, unit) / factor - 1) < 1e-5
                 )
                 raise ForgefieldError(
                     f"{source} states that targets are in {next(near, 'another unit')}, but units={units} is given; leave "
                     "that out"
                 )
-        return stated[0][1] if stated else 1.0 if given is None else given
+        return stated[0][1] if stated else 1.0 if requested is None else requested
 
-    def _has_coordinates(self, given: bool | None) -> bool:
-        given = self.info.coordinates if given is None else given
+    def _has_coordinates(self, stated: bool | None) -> bool:
+        stated = self.info.coordinates if stated is None else stated
         if self.inputs is None:
             return False
-        if given is None and self.inputs.grid_shape is None and self.inputs.n_columns > COORDINATES:
+        if stated is None and self.inputs.grid_shape is None and self.inputs.n_columns > COORDINATES:
             raise ForgefieldError(
-                f"{self.inputs.path} has {self.inputs.n_columns} columns and no grid: it cannot be seen whether the first "
-                "three are coordinates; say coordinates: true or coordinates: false"
+                f"{self.inputs.path} has {self.inputs.n_columns} columns and no grid: it is unclear whether the first "
+                "three are coordinates; set coordinates: true or coordinates: false"
             )
-        found = _are_coordinates(self.inputs) if given is None else given
-        if found and self.inputs.n_columns <= COORDINATES:
+        has_coordinates = _are_coordinates(self.inputs) if stated is None else stated
+        if has_coordinates and self.inputs.n_columns <= COORDINATES:
             raise ForgefieldError(
                 f"{self.inputs.path} has {self.inputs.n_columns} columns; nothing is left without coordinates"
             )
-        return found
+        return has_coordinates
 
-    # ---- what it holds
+    # ---- values
 
     @property
     def units(self) -> str:
-        """The unit in which targets are served."""
+        """The unit of the targets that `read` returns."""
         return STANDARD[self.target]
 
     @property
@@ -138,14 +147,14 @@ class Snapshot:
         return inputs, targets
 
     def read_into(self, start: int, inputs: np.ndarray | None, targets: np.ndarray | None) -> None:
-        """Fill arrays, (n, n_inputs) and (n, n_targets), with the points from `start` on. None: not wanted."""
+        """Fill arrays, (n, n_inputs) and (n, n_targets), with the points from `start` on. None: skip."""
         if inputs is not None and self.inputs is not None:
             _fill(self.inputs, start, inputs, self.cut, 1.0)
         if targets is not None and self.targets is not None:
             _fill(self.targets, start, targets, 0, self.factor)
 
     def where(self, point: int) -> str:
-        """Words for a point."""
+        """Description of a point for messages."""
         if self.grid_shape is None:
             return f"{self.name}, point {point}"
         return f"{self.name}, grid point {tuple(int(i) for i in np.unravel_index(point, self.grid_shape))}"
@@ -184,9 +193,52 @@ def _are_coordinates(file: RowFile) -> bool:
 
 
 def _some_points(shape: tuple[int, int, int]) -> list[tuple[int, ...]]:
-    """Corners and some places in between."""
+    """Corners and some points between them."""
     corners = list(itertools.product(*((0, n - 1) for n in shape)))
     inside = [
         tuple((n * share) // 7 for n, share in zip(shape, shares)) for shares in ((1, 3, 5), (4, 2, 6), (6, 5, 1))
     ]
     return [*corners, *inside]
+
+
+PSEUDOPOTENTIALS = "pseudopotentials"
+"""Folder of a run that contains the pseudopotentials of its snapshots."""
+
+
+def calculation_facts(infos: Iterable[SnapshotInfo]) -> dict[str, Any]:
+    """Facts about the calculations of snapshots that predictions for new structures need, as JSON-compatible values.
+
+    `spacing`: (3,), A, the smallest distance of grid points along each cell vector. `ecutrho`: Ry. `electrons_per_atom`: if
+    equal in all snapshots. `pseudopotentials`: file names by element. `temperatures`: K. Unknown values are left out.
+    """
+    snapshot_infos = list(infos)
+    spacings = [np.linalg.norm(info.voxel, axis=1) for info in snapshot_infos if info.voxel is not None]
+    cutoffs = {info.ecutrho for info in snapshot_infos}
+    shares = [
+        info.electrons / info.n_atoms if info.electrons is not None and info.n_atoms else float("nan")
+        for info in snapshot_infos
+    ]
+    temperatures = sorted({float(info.temperature) for info in snapshot_infos if info.temperature is not None})
+    facts: dict[str, Any] = {
+        "spacing": np.min(spacings, axis=0).tolist() if spacings else None,
+        "ecutrho": cutoffs.pop() if len(cutoffs) == 1 else None,
+        "electrons_per_atom": shares[0] if shares and np.ptp(shares) < 1e-6 else None,
+        "pseudopotentials": {symbol: name for info in snapshot_infos for symbol, name in info.pseudopotentials.items()}
+        or None,
+        "temperatures": temperatures or None,
+    }
+    return {name: value for name, value in facts.items() if value is not None}
+
+
+def copy_pseudopotentials(snapshots: Sequence[Snapshot], folder: str | None, run: Path) -> None:
+    """Copy the pseudopotentials of snapshots from `folder` (default: the folder of the snapshots) into a run, so that the run
+    is sufficient for total energies. Missing files are skipped."""
+    for snapshot in snapshots:
+        file = snapshot.inputs or snapshot.targets
+        assert file is not None
+        source_folder = Path(folder) if folder is not None else file.path.parent
+        for name in snapshot.info.pseudopotentials.values():
+            source, target = source_folder / name, run / PSEUDOPOTENTIALS / name
+            if source.is_file() and not target.exists():
+                target.parent.mkdir(parents=True, exist_ok=True)
+                write_atomically(target, source.read_bytes())

@@ -1,4 +1,4 @@
-"""Snapshots one after the other as one table of points, read in stretches wherever snapshots begin or end."""
+"""The points of several snapshots as one table."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from forgefield.ldos.data.selection import EveryPoint, Selection
 from forgefield.ldos.data.snapshot import Snapshot
 
 FINGERPRINTED = 32
-"""Rows of each snapshot that go into the fingerprint."""
+"""Rows of each snapshot that enter the fingerprint."""
 
 
 class PointTable:
@@ -23,10 +23,10 @@ class PointTable:
         if not snapshots:
             raise ForgefieldError("there is no snapshot")
         self.snapshots = list(snapshots)
-        _require_alike(self.snapshots)
+        _require_same_columns(self.snapshots)
         self.n_inputs, self.n_targets = self.snapshots[0].n_inputs, self.snapshots[0].n_targets
         self.ends = np.cumsum([snapshot.n_points for snapshot in self.snapshots])
-        """(n_snapshots,) where the points of each snapshot end."""
+        """(n_snapshots,): row after the last one of each snapshot."""
         self.n_points = int(self.ends[-1])
 
     def __len__(self) -> int:
@@ -34,28 +34,28 @@ class PointTable:
 
     @property
     def row_values(self) -> int:
-        """Numbers of a point."""
+        """Number of values per point."""
         return self.n_inputs + self.n_targets
 
     def n_bytes(self, dtype: torch.dtype = torch.float32) -> int:
-        """Memory that all points take."""
+        """Memory of all points."""
         return self.n_points * self.row_values * dtype.itemsize
 
     def first(self, snapshot: int) -> int:
-        """Row with which that snapshot begins."""
+        """First row of a snapshot."""
         return int(self.ends[snapshot]) - self.snapshots[snapshot].n_points
 
     def snapshot_of(self, rows: np.ndarray) -> np.ndarray:
-        """Number of the snapshot of each row, int64."""
+        """Index of the snapshot of each row, int64."""
         return np.searchsorted(self.ends, rows, side="right").astype(np.int64)
 
     def where(self, row: int) -> str:
-        """Words for a point."""
+        """Description of a point for messages."""
         number = int(self.snapshot_of(np.array([row]))[0])
         return self.snapshots[number].where(row - self.first(number))
 
-    def stretches(self, start: int, stop: int) -> Iterator[tuple[int, int, int]]:
-        """Snapshot, first and last + 1 of its points, for the rows start to stop."""
+    def split_by_snapshot(self, start: int, stop: int) -> Iterator[tuple[int, int, int]]:
+        """Rows start to stop divided by snapshot: index of the snapshot, first point and last point + 1."""
         number = int(self.snapshot_of(np.array([start]))[0])
         while start < stop:
             end = min(stop, int(self.ends[number]))
@@ -64,36 +64,37 @@ class PointTable:
             start, number = end, number + 1
 
     def read_into(self, start: int, inputs: np.ndarray | None, targets: np.ndarray | None) -> None:
-        """Fill (n, n_inputs) and (n, n_targets) with the rows from `start` on. None: not wanted."""
+        """Fill (n, n_inputs) and (n, n_targets) with the rows from `start` on. None: skip."""
         filled = next(array for array in (inputs, targets) if array is not None)
-        done = 0
-        for number, first, last in self.stretches(start, start + len(filled)):
-            part = slice(done, done + last - first)
+        n_read = 0
+        for number, first, last in self.split_by_snapshot(start, start + len(filled)):
+            rows = slice(n_read, n_read + last - first)
             self.snapshots[number].read_into(
-                first, None if inputs is None else inputs[part], None if targets is None else targets[part]
+                first, None if inputs is None else inputs[rows], None if targets is None else targets[rows]
             )
-            done += last - first
+            n_read += last - first
 
-    def read_places(
+    def read_selected(
         self, selection: Selection, start: int, inputs: np.ndarray | None, targets: np.ndarray | None
     ) -> np.ndarray:
-        """Fill arrays with what is selected at places from `start` on; in one reading of all rows between. Returns rows."""
+        """Fill arrays with the selected points at positions from `start` on, reading all rows between at once. Returns their
+        rows."""
         filled = next(array for array in (inputs, targets) if array is not None)
         if isinstance(selection, EveryPoint):
             self.read_into(start, inputs, targets)
             return np.arange(start, start + len(filled))
         rows = selection.rows(torch.arange(start, start + len(filled))).numpy()
         first, n = int(rows[0]), int(rows[-1] - rows[0]) + 1
-        whole = [None if array is None else np.empty((n, array.shape[1]), array.dtype) for array in (inputs, targets)]
-        self.read_into(first, *whole)
-        for array, source in zip((inputs, targets), whole):
+        buffers = [None if array is None else np.empty((n, array.shape[1]), array.dtype) for array in (inputs, targets)]
+        self.read_into(first, *buffers)
+        for array, source in zip((inputs, targets), buffers):
             if array is not None and source is not None:
                 np.take(source, rows - first, axis=0, out=array)
         return rows
 
     @property
     def fingerprint(self) -> str:
-        """Differs once files, units or some of their values do."""
+        """Hash of names, sizes, units and some values of the snapshots."""
         digest = hashlib.sha256()
         for snapshot in self.snapshots:
             digest.update(
@@ -105,19 +106,20 @@ class PointTable:
         return digest.hexdigest()[:16]
 
 
-def _require_alike(snapshots: list[Snapshot]) -> None:
+def _require_same_columns(snapshots: list[Snapshot]) -> None:
     first = snapshots[0]
     for snapshot in snapshots[1:]:
-        for what, one, other in (
+        for quantity, expected, actual in (
             ("descriptors", first.n_inputs, snapshot.n_inputs),
             ("target values", first.n_targets, snapshot.n_targets),
         ):
-            if one != other:
+            if expected != actual:
                 raise ForgefieldError(
-                    f"snapshot {first.name} has {one} {what} a point, snapshot {snapshot.name} has {other}; all snapshots "
-                    "should be made with the same settings"
+                    f"snapshot {first.name} has {expected} {quantity} per point, snapshot {snapshot.name} has {actual}; all "
+                    "snapshots "
+                    "should be computed with the same settings"
                 )
         if snapshot.target != first.target:
             raise ForgefieldError(
-                f"snapshot {first.name} holds {first.target}, snapshot {snapshot.name} {snapshot.target}"
+                f"snapshot {first.name} contains {first.target}, snapshot {snapshot.name} {snapshot.target}"
             )

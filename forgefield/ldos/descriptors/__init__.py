@@ -1,4 +1,4 @@
-"""Descriptors of the surroundings of any point of space: SNAP bispectrum and Gaussian densities, in batched torch."""
+"""Descriptors of the atoms around any point of space: SNAP bispectrum and Gaussian densities, in batched PyTorch."""
 
 from forgefield.ldos.descriptor_options import DescriptorOptions
 from forgefield.ldos.descriptors.grid import GridDescriptors, make_descriptors, require_fitting

@@ -1,6 +1,6 @@
-"""Descriptors of a structure on a grid or at any points: what users and the prediction of LDOS call.
+"""Descriptors of a structure on a grid or at any points.
 
-Points that lie close together are taken together, a chunk at a time, so that memory is bounded and few atoms are looked at.
+Points are processed in chunks of nearby points, so that memory is bounded and few atoms are candidates for neighbours.
 """
 
 from __future__ import annotations
@@ -21,8 +21,7 @@ from forgefield.config.nearest import did_you_mean
 from forgefield.errors import ForgefieldError
 from forgefield.ldos.descriptor_options import DescriptorOptions
 from forgefield.ldos.descriptors.bispectrum import Bispectrum, bispectrum_triples
-from forgefield.ldos.descriptors.gaussian import GaussianDensity, default_sigma
-from forgefield.ldos.descriptors.surroundings import Surroundings
+from forgefield.ldos.descriptors.neighbourhoods import AtomImages, GaussianDensity, default_sigma
 
 Values: TypeAlias = ArrayLike | Tensor
 """Numbers as lists, arrays or tensors."""
@@ -30,34 +29,34 @@ Values: TypeAlias = ArrayLike | Tensor
 
 def make_descriptors(options: DescriptorOptions, species: Sequence[str | int]) -> GridDescriptors:
     """Descriptors for structures of the `species` (chemical symbols or atomic numbers, in the order of columns unless
-    `options.species` says another)."""
+    `options.species` is set)."""
     return GridDescriptors(options, species)
 
 
 def require_fitting(options: DescriptorOptions, species: Sequence[str], n_columns: int | None) -> None:
-    """Refuse settings that cannot have made inputs of `n_columns`, or that leave their order open.
+    """Refuse settings that cannot produce inputs of `n_columns` columns, or that leave their order undefined.
 
-    species: of the structures, in any order; without any nothing is known, and nothing refused. n_columns: None: not compared.
+    species: of the structures, in any order; nothing is checked if it is empty. n_columns: None: not compared.
     """
     if not species:
         return
     where = "data.points.descriptors"
     if options.type == "gaussian" and options.species is None and len(species) > 1:
         raise ForgefieldError(
-            f"{where}.species is missing: of which elements are the {len(species)} columns, in their order? MALA and LAMMPS "
+            f"{where}.species is missing: the elements of the {len(species)} columns, in order. MALA and LAMMPS "
             f"order them by symbol, species: [{', '.join(sorted(species))}]; forgefield data descriptors by atomic number, "
             f"species: [{', '.join(sorted(species, key=atomic_numbers.__getitem__))}]."
         )
-    made = make_descriptors(options, species).size
-    if n_columns is not None and made != n_columns:
+    size = make_descriptors(options, species).size
+    if n_columns is not None and size != n_columns:
         raise ForgefieldError(
-            f"{where} makes {made} columns, and the inputs of data.train have {n_columns}; give the settings that made those "
-            "files, or leave the section out, if the run need not predict from structures."
+            f"{where} produces {size} columns, but the inputs of data.train have {n_columns}; use the settings with which "
+            "those files were computed, or remove the section if the run does not predict from structures."
         )
 
 
 class GridDescriptors:
-    """Descriptors of points of a structure. Knows nothing of any one structure; tables are made once per device."""
+    """Descriptors of points of structures. Independent of any structure; tables are created once per device."""
 
     def __init__(self, options: DescriptorOptions, species: Sequence[str | int]) -> None:
         self.options = options
@@ -94,7 +93,7 @@ class GridDescriptors:
                 three truth values. Arrays or tensors.
             grid_shape: nx, ny, nz.
             device: where to compute, and where the result is; default: that of `positions`, else the CPU.
-            chunk: points at a time; it bounds memory and changes nothing else.
+            chunk: points per chunk; it bounds memory and does not affect the result.
         """
         shape = _grid_shape(grid_shape)
         structure = self._structure(cell, positions, numbers, pbc, device)
@@ -148,19 +147,19 @@ class GridDescriptors:
             )
         for name, values in (("cell", cell), ("positions", positions)):
             if not bool(torch.isfinite(values).all()):
-                raise ForgefieldError(f"{name} hold values that are not finite numbers")
+                raise ForgefieldError(f"{name} contains values that are not finite numbers")
         periodic = torch.as_tensor(_array(pbc), dtype=torch.bool, device=device).expand(3)
         return {"cell": cell, "positions": positions, "species": self._rows(number).to(device), "pbc": periodic}
 
     def _rows(self, numbers: np.ndarray) -> Tensor:
-        known = [atomic_numbers[symbol] for symbol in self.species]
+        numbers_of_species = [atomic_numbers[symbol] for symbol in self.species]
         for number in np.unique(numbers).tolist():
-            if number not in known:
+            if number not in numbers_of_species:
                 name = chemical_symbols[number] if 0 < number < len(chemical_symbols) else f"atomic number {number}"
                 raise ForgefieldError(
-                    f"the structure holds {name}; these descriptors are made for {', '.join(self.species)}"
+                    f"the structure contains {name}; these descriptors are for {', '.join(self.species)}"
                 )
-        return torch.tensor([known.index(number) for number in numbers.tolist()], dtype=torch.int64)
+        return torch.tensor([numbers_of_species.index(number) for number in numbers.tolist()], dtype=torch.int64)
 
     def _calculator(self, device: torch.device, sigma: float) -> Bispectrum | GaussianDensity:
         if self.options.type == "gaussian":
@@ -187,18 +186,21 @@ class GridDescriptors:
         calculator = self._calculator(points.device, sigma)
         calculator.ready(points.shape[0])
         count = calculator.points_at_once if chunk is None else chunk
-        surroundings = Surroundings(cell, positions, species, pbc, self.options.cutoff)
-        points = surroundings.wrapped(points)
-        order = _by_place(points, count, self.options.cutoff)
+        environment = AtomImages(cell, positions, species, pbc, self.options.cutoff)
+        points = environment.wrapped(points)
+        order = _spatial_order(points, count, self.options.cutoff)
         differentiable = torch.is_grad_enabled() and (positions.requires_grad or cell.requires_grad)
 
-        def of(some: Tensor) -> Tensor:
-            return calculator.of(surroundings.neighbours(some, calculator.closest))
+        def of(chunk_points: Tensor) -> Tensor:
+            return calculator.of(environment.neighbours(chunk_points, calculator.closest))
 
         with full_precision():
             chunks = points[order].split(count)
-            parts = [checkpoint(of, some, use_reentrant=False) if differentiable else of(some) for some in chunks]
-        return torch.cat(parts)[torch.argsort(order)]
+            values = [
+                checkpoint(of, chunk_points, use_reentrant=False) if differentiable else of(chunk_points)
+                for chunk_points in chunks
+            ]
+        return torch.cat(values)[torch.argsort(order)]
 
 
 def grid_points(cell: Tensor, grid_shape: tuple[int, int, int]) -> Tensor:
@@ -207,8 +209,8 @@ def grid_points(cell: Tensor, grid_shape: tuple[int, int, int]) -> Tensor:
     return torch.cartesian_prod(*axes) @ cell
 
 
-def _by_place(points: Tensor, chunk: int, cutoff: float) -> Tensor:
-    """Order (n,) in which points that follow each other lie in small boxes, of about `chunk` points each."""
+def _spatial_order(points: Tensor, chunk: int, cutoff: float) -> Tensor:
+    """Order (n,) in which consecutive points are in small boxes of about `chunk` points each."""
     low, high = points.amin(0), points.amax(0)
     volume = float((high - low).clamp(min=1e-3).prod())
     edge = min(max((volume * chunk / points.shape[0]) ** (1 / 3), 1e-3), cutoff)
@@ -219,7 +221,7 @@ def _by_place(points: Tensor, chunk: int, cutoff: float) -> Tensor:
 
 @contextmanager
 def full_precision() -> Iterator[None]:
-    """Products of float32 matrices in full, whatever the process has allowed for its networks."""
+    """Products of float32 matrices in full precision, whatever is set for the process."""
     before = torch.get_float32_matmul_precision()
     torch.set_float32_matmul_precision("highest")
     try:
@@ -234,12 +236,12 @@ def _array(values: Values) -> Tensor | np.ndarray:
 
 
 def _grid_shape(shape: Sequence[int]) -> tuple[int, int, int]:
-    whole = [int(n) for n in shape]
-    if len(whole) != 3 or min(whole) < 1 or whole != list(shape):
+    integers = [int(n) for n in shape]
+    if len(integers) != 3 or min(integers) < 1 or integers != list(shape):
         raise ForgefieldError(
             f"grid_shape={list(shape)} is not valid: it should be three numbers of points, such as [18, 18, 27]"
         )
-    return whole[0], whole[1], whole[2]
+    return integers[0], integers[1], integers[2]
 
 
 def _symbols(species: Sequence[str | int]) -> tuple[str, ...]:
@@ -248,12 +250,12 @@ def _symbols(species: Sequence[str | int]) -> tuple[str, ...]:
         if symbol not in atomic_numbers or symbol == "X":
             raise ForgefieldError(f"species: {symbol!r} is not a chemical element (write for instance 'Al')")
     if not symbols or len(set(symbols)) != len(symbols):
-        raise ForgefieldError(f"species: {list(symbols)} should name at least one element, and each once")
+        raise ForgefieldError(f"species: {list(symbols)} should name at least one element, and each only once")
     return symbols
 
 
 def _ordered(options: DescriptorOptions, species: tuple[str, ...]) -> tuple[str, ...]:
-    """Elements in the order of columns: as the options say, else as they are."""
+    """Elements in the order of columns: that of the options, else unchanged."""
     if options.species is None:
         return species
     for symbol in species:
@@ -267,15 +269,15 @@ def _ordered(options: DescriptorOptions, species: tuple[str, ...]) -> tuple[str,
 def _weights(options: DescriptorOptions, species: tuple[str, ...]) -> list[float]:
     if options.element_weights is None:
         return [1.0] * len(species)
-    given = dict(options.element_weights)
-    for symbol in given:
+    weights = dict(options.element_weights)
+    for symbol in weights:
         if symbol not in species:
             raise ForgefieldError(
                 f"element_weights.{symbol}: there is no such element among {', '.join(species)}.{did_you_mean(symbol, species)}"
             )
-    missing = [symbol for symbol in species if symbol not in given]
+    missing = [symbol for symbol in species if symbol not in weights]
     if missing:
         raise ForgefieldError(
             f"element_weights has no weight of {', '.join(missing)}; give one for each of {', '.join(species)}"
         )
-    return [float(given[symbol]) for symbol in species]
+    return [float(weights[symbol]) for symbol in species]

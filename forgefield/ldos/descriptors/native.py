@@ -1,7 +1,8 @@
 """Sums over nodes of products of three functions, in one pass through the cache: a loop in C, compiled when it is first used.
 
-Written in torch the same costs two thirds of a bispectrum on a CPU, since every product travels through memory. It takes
-any C compiler and about a second once per process; nothing is kept on disk. Where there is no compiler, torch does it.
+In PyTorch these sums take two thirds of the time of a bispectrum on a CPU, since every product is written to memory. Any C
+compiler will do; compiling takes about a second once per process, and nothing is stored on disk. Without a compiler PyTorch is
+used.
 """
 
 from __future__ import annotations
@@ -34,11 +35,11 @@ _FLAGS = (
 )
 """Sums may be reordered. Not -ffast-math: a library linked with it makes the whole process round tiny numbers to zero."""
 _PARALLEL = "-fopenmp"
-"""Left out where the compiler has no OpenMP: the loop then runs on one thread."""
-_PATIENCE = 120
-"""Seconds that a compiler may take."""
-_TOGETHER = 10
-"""Triples summed in one loop over the nodes: as many as there are registers for."""
+"""Omitted if the compiler does not support OpenMP: the loop then runs on one thread."""
+_TIME_LIMIT = 120
+"""Time limit for the compiler, s."""
+_TRIPLES_PER_LOOP = 10
+"""Triples summed in one loop over the nodes, limited by the number of registers."""
 _FUNCTION = """
 #define BLOCK 128
 void triple_sums(const REAL *even, const REAL *odd, long points, long nodes, REAL *sums, int threads)
@@ -93,22 +94,22 @@ class TripleSums:
 
 
 def triple_sums(triples: tuple[tuple[int, int, int], ...], dtype: torch.dtype, *, required: bool) -> TripleSums | None:
-    """The compiled sums for `triples`; where there is no working C compiler an error if `required`, else None and a note."""
-    made = _compiled(triples, "double" if dtype == torch.float64 else "float")
-    if isinstance(made, TripleSums):
-        return made
+    """The compiled sums for `triples`; without a working C compiler an error if `required`, else None and a warning."""
+    compiled = _compiled(triples, "double" if dtype == torch.float64 else "float")
+    if isinstance(compiled, TripleSums):
+        return compiled
     if required:
         raise ForgefieldError(
-            f"kernel='compiled' needs a working C compiler: {made}; or leave it to torch, kernel='torch'"
+            f"kernel='compiled' needs a working C compiler: {compiled}; otherwise use PyTorch, kernel='torch'"
         )
-    _warn_once(made)
+    _warn_once(compiled)
     return None
 
 
 @functools.cache
 def _warn_once(reason: str) -> None:
     _LOG.warning(
-        "descriptors on the CPU are computed by torch alone, at about a third of the speed, since there is no working C "
+        "descriptors on the CPU are computed by PyTorch, at about a third of the speed, because there is no working C "
         "compiler: %s; install one, such as gcc (apt install gcc, conda install gcc), or name it in $CC",
         reason,
     )
@@ -117,50 +118,50 @@ def _warn_once(reason: str) -> None:
 @functools.lru_cache(maxsize=8)
 def _compiled(triples: tuple[tuple[int, int, int], ...], real: str) -> TripleSums | str:
     """The sums, or the reason why there are none."""
-    named = (name for name in (os.environ.get("CC"), "cc", "gcc", "clang") if name)
-    compiler = next((found for found in map(shutil.which, named) if found), None)
+    names = (name for name in (os.environ.get("CC"), "cc", "gcc", "clang") if name)
+    compiler = next((path for path in map(shutil.which, names) if path), None)
     if compiler is None:
-        return "there is none of the name $CC, cc, gcc or clang"
+        return "none of $CC, cc, gcc and clang exists"
     with tempfile.TemporaryDirectory() as folder:
         source, binary = Path(folder) / "triples.c", Path(folder) / "triples.so"
         source.write_text(_source(triples, real))
-        reason = _make(compiler, source, binary, (*_FLAGS, _PARALLEL))
+        reason = _compile(compiler, source, binary, (*_FLAGS, _PARALLEL))
         if reason is not None:
-            reason = _make(compiler, source, binary, _FLAGS)
+            reason = _compile(compiler, source, binary, _FLAGS)
         if reason is not None:
             return reason
         try:
             return TripleSums(ctypes.CDLL(str(binary)))
         except OSError as error:
-            return f"what {compiler} made cannot be loaded: {error}"
+            return f"the output of {compiler} cannot be loaded: {error}"
 
 
-def _make(compiler: str, source: Path, binary: Path, flags: Sequence[str]) -> str | None:
-    """Compile `source`; the reason where that fails."""
+def _compile(compiler: str, source: Path, binary: Path, flags: Sequence[str]) -> str | None:
+    """Compile `source`; returns the reason if that fails."""
     command = [compiler, *flags, str(source), "-o", str(binary)]
     try:
-        made = subprocess.run(command, capture_output=True, text=True, check=False, timeout=_PATIENCE)
+        result = subprocess.run(command, capture_output=True, text=True, check=False, timeout=_TIME_LIMIT)
     except subprocess.TimeoutExpired:
-        return f"{compiler} was not done after {_PATIENCE} s"
+        return f"{compiler} did not finish within {_TIME_LIMIT} s"
     except OSError as error:
         return f"{compiler} cannot be started: {error}"
-    return f"{compiler} says {made.stderr.strip()}" if made.returncode else None
+    return f"{compiler} says {result.stderr.strip()}" if result.returncode else None
 
 
 def _source(triples: Sequence[tuple[int, int, int]], real: str) -> str:
     functions = 1 + max(row for triple in triples for row in triple)
-    loops = "\n".join(_loop(triples, start) for start in range(0, len(triples), _TOGETHER))
+    loops = "\n".join(_loop(triples, start) for start in range(0, len(triples), _TRIPLES_PER_LOOP))
     return f"#define REAL {real}\n" + _FUNCTION.format(triples=len(triples), functions=functions, loops=loops)
 
 
 def _loop(triples: Sequence[tuple[int, int, int]], start: int) -> str:
-    """C code that adds up the triples from `start` on: products of two are computed once and used for all that share them."""
-    mine = list(enumerate(triples))[start : start + _TOGETHER]
-    pairs = sorted({(i, j) for _, (i, j, _) in mine})
+    """C code that sums the triples from `start` on; products of two that several triples share are computed once."""
+    selected = list(enumerate(triples))[start : start + _TRIPLES_PER_LOOP]
+    pairs = sorted({(i, j) for _, (i, j, _) in selected})
     indent = " " * 16
     return _LOOP.format(
-        zeros=", ".join(f"s{place} = 0" for place, _ in mine),
+        zeros=", ".join(f"s{index} = 0" for index, _ in selected),
         products="\n".join(f"{indent}const REAL p{i}_{j} = f[{i}][i] * f[{j}][i];" for i, j in pairs),
-        additions="\n".join(f"{indent}s{place} += p{i}_{j} * f[{k}][i];" for place, (i, j, k) in mine),
-        results=" ".join(f"sum[{place}] += s{place};" for place, _ in mine),
+        additions="\n".join(f"{indent}s{index} += p{i}_{j} * f[{k}][i];" for index, (i, j, k) in selected),
+        results=" ".join(f"sum[{index}] += s{index};" for index, _ in selected),
     )

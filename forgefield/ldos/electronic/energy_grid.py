@@ -1,7 +1,7 @@
 """The energies at which a density of states is known: evenly spaced, or several windows of different spacing.
 
-Between two levels the density of states is a straight line, beyond the last ones it falls to zero over one more
-spacing: `EnergyGrid.nodes` are the levels with those two further energies.
+Between two levels the density of states is linear, and beyond the first and last it falls to zero over one more spacing:
+`EnergyGrid.nodes` are the levels and those two additional energies.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from forgefield.errors import ForgefieldError
 
 @dataclass(frozen=True)
 class EnergyWindow:
-    """A stretch of evenly spaced energies: the first one and the spacing in eV, and how many there are."""
+    """Evenly spaced energies: the first one and the spacing in eV, and their number."""
 
     first: float
     spacing: float
@@ -55,7 +55,7 @@ class EnergyGrid:
     windows: tuple[EnergyWindow, ...] = ()
 
     def __post_init__(self) -> None:
-        EnergyWindow(self.first, self.spacing, self.levels)  # says what is wrong with the numbers
+        EnergyWindow(self.first, self.spacing, self.levels)  # validates the numbers
 
     @classmethod
     def from_segments(
@@ -63,8 +63,8 @@ class EnergyGrid:
     ) -> EnergyGrid:
         """One grid of several windows in rising order.
 
-        A window may end where the next begins: that energy belongs to the upper one and is counted once, so that 10 levels
-        and 5 levels which share one make 14.
+        A window may end where the next begins: that energy belongs to the upper one and is counted once: 10 levels and 5
+        levels that share one are 14 levels.
         """
         windows = [_window(segment) for segment in segments]
         if not windows:
@@ -89,13 +89,13 @@ class EnergyGrid:
 
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> EnergyGrid:
-        """What `to_dict` gave: {first, spacing, levels} or {segments: [...]}."""
+        """From the result of `to_dict`: {first, spacing, levels} or {segments: [...]}."""
         if set(values) == {"segments"}:
             return cls.from_segments(values["segments"])
         return cls.from_segments([values])
 
     def to_dict(self) -> dict[str, Any]:
-        """Plain numbers, fit for JSON."""
+        """JSON-compatible values."""
         if self.windows:
             return {"segments": [asdict(window) for window in self.windows]}
         return {"first": self.first, "spacing": self.spacing, "levels": self.levels}
@@ -115,7 +115,7 @@ class EnergyGrid:
         return torch.cat([_ramp(window.first, window.spacing, window.levels, device) for window in self._windows])
 
     def nodes(self, device: torch.device | str | None = None) -> Tensor:
-        """(levels + 2,) eV, float64: the levels, and at either end the energy where the density of states has come to zero."""
+        """(levels + 2,) eV, float64: the levels, and at either end the energy where the density of states reaches zero."""
         windows = list(self._windows)
         top = windows[-1]
         windows[-1] = EnergyWindow(top.first, top.spacing, top.levels + 1)

@@ -2,9 +2,9 @@
 
 The density of states is a straight line between levels; its product with the Fermi function is integrated exactly
 (hat functions, polylogarithms), so that each integral is a dot product with `occupation_weights`. Everything is float64,
-batched, differentiable, and without waiting for the device except where values are checked. Densities of states
-(..., levels), Fermi energies, temperatures and electrons (...) broadcast: one density of states at several temperatures,
-several at one.
+batched and differentiable, and does not synchronise with the device except where values are checked. Densities of states
+(..., levels), Fermi energies, temperatures and electrons (...) broadcast: for example one density of states at
+several temperatures.
 """
 
 from __future__ import annotations
@@ -20,13 +20,13 @@ from forgefield.ldos.electronic.polylog import LI2_OF_MINUS_ONE, decaying_diloga
 from forgefield.physics.units import BOLTZMANN
 
 SECTIONS, ROUNDS, NEWTON_STEPS = 16, 8, 2
-"""The Fermi energy: the grid is cut into 16 parts, eight times over (2e-10 of its length), then come two Newton steps."""
+"""Search for the Fermi energy: the interval is divided by 16, eight times (2e-10 of its length), then two Newton steps."""
 
 _SOMMERFELD = -2 * LI2_OF_MINUS_ONE  # pi^2/6
 
 
 class OccupationWeights(NamedTuple):
-    """What to multiply a density of states (1/eV) with, level by level, and add up; each (..., levels)."""
+    """Weights of the levels: integrals are dot products with a density of states (1/eV); each (..., levels)."""
 
     number: Tensor
     """electrons: the integral of hat_i(e) f(e), eV"""
@@ -61,22 +61,22 @@ def entropy_energy(dos: Tensor, grid: EnergyGrid, temperature: float | Tensor, f
 def fermi_energy(
     dos: Tensor, grid: EnergyGrid, temperature: float | Tensor, electrons: float | Tensor, *, checked: bool = True
 ) -> Tensor:
-    """The energy (...), eV, at which `dos` (..., levels) holds so many electrons.
+    """The energy (...), eV, at which `dos` (..., levels) has `electrons` electrons.
 
-    Should there be several such energies, in a density of states with values below zero, it is one of them. Differentiable
-    in `dos` and `electrons`, by the implicit function. `checked` waits for the values and raises a ForgefieldError where
-    levels are not numbers or the Fermi energy is not within the grid. Without it nothing waits, and such an energy is the
-    nearer end of the grid, with no derivative.
+    If there are several such energies, in a density of states with negative values, it is one of them. Differentiable with
+    respect to `dos` and `electrons`, by the implicit function theorem. `checked` synchronises with the device and raises a
+    ForgefieldError if levels are not finite or the Fermi energy is outside the grid. Otherwise such an energy is the nearer end
+    of the grid, with zero derivative.
     """
     dos = _as_dos(dos, grid)
-    wanted, thermal = _on_device(electrons, dos), _thermal_energy(temperature, dos)
-    batch = torch.broadcast_shapes(dos.shape[:-1], wanted.shape, thermal.shape)
-    dos, wanted, thermal = dos.expand(*batch, -1), wanted.expand(batch), thermal.expand(batch)
+    number, thermal = _on_device(electrons, dos), _thermal_energy(temperature, dos)
+    batch = torch.broadcast_shapes(dos.shape[:-1], number.shape, thermal.shape)
+    dos, number, thermal = dos.expand(*batch, -1), number.expand(batch), thermal.expand(batch)
     if checked:
         _check_levels(dos, grid)
         _check_temperatures(thermal)
-        _check_within_grid(dos, grid, thermal, wanted)
-    return _FermiEnergy.apply(dos, wanted, thermal.detach(), grid.nodes(dos.device))
+        _check_within_grid(dos, grid, thermal, number)
+    return _FermiEnergy.apply(dos, number, thermal.detach(), grid.nodes(dos.device))
 
 
 def density(ldos: Tensor, grid: EnergyGrid, temperature: float, fermi: float | Tensor) -> Tensor:
@@ -95,7 +95,7 @@ def dos_of_ldos(ldos: Tensor, voxel_volume: float | Tensor) -> Tensor:
 
 
 def _chunks(rows: Tensor) -> tuple[Tensor, ...]:
-    """Rows in pieces, whose float64 copies stay in the cache of a CPU; larger ones elsewhere, so that launches are few."""
+    """Rows in pieces whose float64 copies fit into the cache of a CPU; larger pieces on a GPU, to limit kernel launches."""
     return rows.split(max(1, (2**17 if rows.device.type == "cpu" else 2**26) // rows.shape[1]))
 
 
@@ -103,10 +103,12 @@ def _zeros(rows: Tensor) -> Tensor:
     return torch.zeros(rows.shape[1], dtype=torch.float64, device=rows.device)
 
 
-def _integrate(dos: Tensor, grid: EnergyGrid, temperature: float | Tensor, fermi: float | Tensor, what: str) -> Tensor:
+def _integrate(
+    dos: Tensor, grid: EnergyGrid, temperature: float | Tensor, fermi: float | Tensor, quantity: str
+) -> Tensor:
     dos = _as_dos(dos, grid)
     weights = occupation_weights(grid, _on_device(fermi, dos), temperature)
-    return (dos * getattr(weights, what)).sum(-1)
+    return (dos * getattr(weights, quantity)).sum(-1)
 
 
 # The weights -------------------------------------------------------------------------------------------------------
@@ -163,7 +165,7 @@ def _level_moments(nodes: Tensor, fermi: Tensor, thermal: Tensor) -> tuple[Tenso
 def _reduced(nodes: Tensor, fermi: Tensor, thermal: Tensor) -> tuple[Tensor, Tensor]:
     """Whether a node is below the Fermi energy, and its distance from it in kT, each (..., levels + 2).
 
-    Beyond 100 kT all functions of it are constants to 1e-43; ever smaller numbers would only be slow.
+    Beyond 100 kT all functions of it are constant to 1e-43; denormal numbers would only be slow.
     """
     x = (nodes - fermi[..., None]) / thermal[..., None]
     return x < 0, x.abs().clamp_max(100.0)
@@ -177,15 +179,15 @@ def _second_difference(values: Tensor, nodes: Tensor) -> Tensor:
 
 def _hats(nodes: Tensor, fermi: Tensor) -> Tensor:
     """hat_i at the Fermi energy, (..., levels)."""
-    way = (fermi[..., None] - nodes[:-1]) / nodes.diff()
-    return torch.minimum(way[..., :-1], 1 - way[..., 1:]).clamp_min(0)
+    position = (fermi[..., None] - nodes[:-1]) / nodes.diff()
+    return torch.minimum(position[..., :-1], 1 - position[..., 1:]).clamp_min(0)
 
 
 def _filled(nodes: Tensor, fermi: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """Widths of the intervals, how far above their lower ends the Fermi energy is, and how much of them is below it."""
     width = nodes.diff()
-    way = (fermi[..., None] - nodes[:-1]) / width
-    return width, way, way.clamp(0, 1)
+    position = (fermi[..., None] - nodes[:-1]) / width
+    return width, position, position.clamp(0, 1)
 
 
 def _step_number(nodes: Tensor, fermi: Tensor) -> Tensor:
@@ -198,11 +200,11 @@ def _step_number(nodes: Tensor, fermi: Tensor) -> Tensor:
 
 def _step_energy(nodes: Tensor, fermi: Tensor) -> Tensor:
     """The integral of hat_i (e - fermi) over the energies below the Fermi energy, (..., levels)."""
-    width, way, filled = _filled(nodes, fermi)
+    width, position, filled = _filled(nodes, fermi)
     half_square = filled * filled / 2
     third_cube = filled * filled * filled / 3
-    rising = third_cube - way * half_square
-    falling = half_square - third_cube - way * (filled - half_square)
+    rising = third_cube - position * half_square
+    falling = half_square - third_cube - position * (filled - half_square)
     return width[:-1] ** 2 * rising[..., :-1] + width[1:] ** 2 * falling[..., 1:]
 
 
@@ -244,7 +246,7 @@ class _FermiEnergy(torch.autograd.Function):
 
 
 def _solve(dos: Tensor, electrons: Tensor, thermal: Tensor, nodes: Tensor) -> tuple[Tensor, Tensor]:
-    """The Fermi energy (...) and whether it is within the grid; a fixed number of steps, none of which waits."""
+    """The Fermi energy (...) and whether it is within the grid; a fixed number of steps without synchronisation."""
     lowest, highest = nodes[1].expand_as(electrons), nodes[-2].expand_as(electrons)
     low, high = lowest, highest
     cuts = torch.arange(SECTIONS + 1, dtype=torch.float64, device=dos.device) / SECTIONS
@@ -258,13 +260,13 @@ def _solve(dos: Tensor, electrons: Tensor, thermal: Tensor, nodes: Tensor) -> tu
         slope = (dos * _level_weights(nodes, fermi, thermal)).sum(-1)
         fermi = torch.where(slope > 0, fermi - excess / slope, fermi).clamp(low, high)
     ends = torch.stack([lowest, highest], dim=-1)
-    place = _first_with_enough(dos, electrons, thermal, nodes, ends)
-    inside = place == 1
-    return torch.where(inside, fermi, torch.where(place == 0, lowest, highest)), inside
+    first_enough = _first_with_enough(dos, electrons, thermal, nodes, ends)
+    inside = first_enough == 1
+    return torch.where(inside, fermi, torch.where(first_enough == 0, lowest, highest)), inside
 
 
 def _first_with_enough(dos: Tensor, electrons: Tensor, thermal: Tensor, nodes: Tensor, candidates: Tensor) -> Tensor:
-    """Index (...) of the first Fermi energy among `candidates` (..., n) with so many electrons or more; n if none has."""
+    """Index (...) of the first Fermi energy among `candidates` (..., n) with at least `electrons` electrons; n if none has."""
     weights = _number_weights(nodes, candidates, thermal[..., None].expand_as(candidates))
     enough = (weights @ dos[..., None])[..., 0] >= electrons[..., None]
     return (enough.cumsum(-1) == 0).sum(-1)
@@ -278,15 +280,15 @@ def _as_dos(dos: Tensor, grid: EnergyGrid) -> Tensor:
     return dos.to(torch.float64)
 
 
-def _check_width(values: Tensor, grid: EnergyGrid, what: str) -> None:
+def _check_width(values: Tensor, grid: EnergyGrid, quantity: str) -> None:
     if values.shape[-1:] != (grid.levels,):
         raise ForgefieldError(
-            f"the {what} of shape {tuple(values.shape)} does not fit the energy grid of {grid.levels} levels"
+            f"the {quantity} of shape {tuple(values.shape)} does not fit the energy grid of {grid.levels} levels"
         )
 
 
 def _on_device(value: float | Tensor, like: Tensor) -> Tensor:
-    """`value` in float64 where `like` is; a plain number is written there without a copy from the host."""
+    """`value` in float64 where `like` is; a number is created there without a copy from the host."""
     if isinstance(value, Tensor):
         return value.to(like.device, torch.float64)
     return torch.full((), float(value), dtype=torch.float64, device=like.device)
@@ -319,17 +321,17 @@ def _check_levels(dos: Tensor, grid: EnergyGrid) -> None:
 
 def _check_within_grid(dos: Tensor, grid: EnergyGrid, thermal: Tensor, electrons: Tensor) -> None:
     with torch.no_grad():
-        wanted = electrons.detach().reshape(-1)
+        needed = electrons.detach().reshape(-1)
         ends = grid.nodes(dos.device)[[1, -2]].expand(*dos.shape[:-1], 2)
         weights = _number_weights(grid.nodes(dos.device), ends, thermal[..., None].expand_as(ends))
         fewest, most = (weights @ dos[..., None])[..., 0].reshape(-1, 2).unbind(-1)
-        outside = (fewest >= wanted) | (most < wanted)
+        outside = (fewest >= needed) | (most < needed)
     if outside.any():
-        which = int(outside.nonzero()[0])
-        where = f" of snapshot {which}" if outside.numel() > 1 else ""
+        index = int(outside.nonzero()[0])
+        where = f" of snapshot {index}" if outside.numel() > 1 else ""
         raise ForgefieldError(
-            f"the Fermi energy{where} is outside the energy grid ({grid}): the density of states holds "
-            f"{float(fewest[which]):.4g} electrons with the Fermi energy at its lowest level and {float(most[which]):.4g} at "
-            f"its highest level, where {float(wanted[which]):.4g} are needed; check the energies of the grid and the unit "
+            f"the Fermi energy{where} is outside the energy grid ({grid}): the density of states has "
+            f"{float(fewest[index]):.4g} electrons with the Fermi energy at its lowest level and {float(most[index]):.4g} at "
+            f"its highest level, where {float(needed[index]):.4g} are needed; check the energies of the grid and the unit "
             "of the LDOS"
         )

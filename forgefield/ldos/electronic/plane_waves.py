@@ -1,6 +1,6 @@
 """Functions on a real-space grid of a periodic cell as sums of plane waves up to a cutoff: transforms and gradients.
 
-Atomic units. Only half of the plane waves are kept, since the functions are real; `counts` says how many each stands for.
+Atomic units. Only half of the plane waves are stored, since the functions are real; `counts` is the multiplicity of each.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ _PHASES_AT_ONCE = 2**22
 class PlaneWaves:
     """Plane waves exp(iGr) of a cell (3, 3), Bohr, on `grid_shape` points with |G|^2 <= `cutoff`, Ry.
 
-    Without a cutoff: the largest sphere of G that the grid holds whole.
+    Without a cutoff: the largest sphere of G that the grid contains.
     """
 
     def __init__(self, cell: Tensor, grid_shape: Sequence[int], cutoff: float | None = None) -> None:
@@ -64,12 +64,12 @@ class PlaneWaves:
 
     def structure_factor(self, positions: Tensor) -> Tensor:
         """Sum of exp(-iGr) over `positions` (n, 3), Bohr: (nx, ny, nz // 2 + 1), complex."""
-        places = positions.to(torch.float64) @ torch.linalg.inv(self.cell)
+        fractional = positions.to(torch.float64) @ torch.linalg.inv(self.cell)
         x, y, z = (
-            torch.exp(-2j * math.pi * places[:, axis, None] * self.miller[axis]) for axis in range(3)
+            torch.exp(-2j * math.pi * fractional[:, axis, None] * self.miller[axis]) for axis in range(3)
         )  # (n, points of this axis)
         slab = max(1, _PHASES_AT_ONCE // max(1, y.numel()))
-        pieces = [(part[:, :, None] * y[:, None, :]).flatten(1).T @ z for part in x.split(slab, dim=1)]
+        pieces = [(slab_phases[:, :, None] * y[:, None, :]).flatten(1).T @ z for slab_phases in x.split(slab, dim=1)]
         return torch.cat(pieces).reshape(x.shape[1], y.shape[1], z.shape[1])
 
     def _cutoff(self, cutoff: float | None) -> float:

@@ -1,6 +1,6 @@
-"""Polylogarithms Li1, Li2 and Li3 of -exp(x), from which every integral over the Fermi function is made.
+"""Polylogarithms Li1, Li2 and Li3 of -exp(x), in which integrals over the Fermi function are expressed.
 
-Plain torch in float64, for tensors of any shape on any device, with relative errors of a few 1e-16. Orders 1 to 3 come
+PyTorch in float64, for tensors of any shape on any device, with relative errors of a few 1e-16. Orders 1 to 3 are computed
 together, since they share the exponential.
 """
 

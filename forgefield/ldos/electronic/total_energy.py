@@ -1,4 +1,4 @@
-"""The free energy of electrons and ions from a local density of states, in parts."""
+"""The free energy of electrons and ions from a local density of states, and its contributions."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from forgefield.ldos.data.units import check_electrons
 from forgefield.ldos.electronic.density_energies import DensityEnergies, DensityTerms
 from forgefield.ldos.electronic.energy_grid import EnergyGrid
 from forgefield.ldos.electronic.fermi import (
@@ -17,15 +18,14 @@ from forgefield.ldos.electronic.fermi import (
     entropy_energy,
     fermi_energy,
 )
-from forgefield.ldos.electronic.unit_guess import check_electrons
 
 
 @dataclass(frozen=True)
 class FreeEnergy:
-    """Parts of the free energy of a snapshot, each () eV."""
+    """Contributions to the free energy of a snapshot, each () eV."""
 
     fermi: Tensor
-    """the Fermi energy, no part of the sum"""
+    """the Fermi energy, not a contribution to the sum"""
     band_energy: Tensor
     entropy: Tensor
     """-TS"""
@@ -47,8 +47,8 @@ def total_energy(
 ) -> FreeEnergy:
     """Free energy of a local density of states (nx, ny, nz, levels) or (n_points, levels), 1/(eV A^3), at `temperature` (K).
 
-    fermi: the Fermi energy, eV; if not given, the one at which the LDOS holds the electrons of the pseudopotentials. With a
-    given one they may differ by a fifth, as those of coarse energy grids do; beyond that the LDOS is in another unit.
+    fermi: the Fermi energy, eV; default: the one at which the LDOS has the electrons of the pseudopotentials. With an explicit
+    one the numbers of electrons may differ by 20 %, as for coarse energy grids; a larger difference indicates a wrong unit.
     """
     dos = dos_of_ldos(ldos, energies.voxel_volume)
     if fermi is None:

@@ -1,4 +1,4 @@
-"""What a total energy needs of a pseudopotential file (UPF, versions 1 and 2): valence charge, functional and core density."""
+"""Pseudopotential files (UPF, versions 1 and 2): the valence charge, functional and core density that total energies need."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def read_upf(path: str | Path) -> Pseudopotential:
         valence = float(_fortran(fields["z_valence"]))
         corrected = fields["core_correction"].strip().strip(".").lower() in ("t", "true")
     except (KeyError, ValueError) as error:
-        raise ForgefieldError(f"{path}: the header of this pseudopotential lacks what is needed ({error})") from None
+        raise ForgefieldError(f"{path}: the header of this pseudopotential lacks {error}") from None
     radii, steps = _numbers(text, "PP_R", path), _numbers(text, "PP_RAB", path)
     core = _numbers(text, "PP_NLCC", path) if corrected else None
     if steps.shape != radii.shape or (core is not None and core.shape != radii.shape):
@@ -68,15 +68,17 @@ def read_pseudopotentials(
     (`Be.pbe-n-rrkjus_psl.1.0.0.UPF`, `al_pbe.upf`).
     """
     folder = Path(folder)
-    found = {}
+    pseudopotentials = {}
     for element in sorted(set(elements)):
         path = folder / Path(names[element]).name if names and element in names else _file_of(folder, element)
         if not path.is_file():
             raise ForgefieldError(f"the pseudopotential {path.name} of {element} is not in {folder}")
-        found[element] = read_upf(path)
-        if found[element].element != element:
-            raise ForgefieldError(f"{path} is a pseudopotential of {found[element].element}, not of {element}")
-    return found
+        pseudopotentials[element] = read_upf(path)
+        if pseudopotentials[element].element != element:
+            raise ForgefieldError(
+                f"{path} is a pseudopotential of {pseudopotentials[element].element}, not of {element}"
+            )
+    return pseudopotentials
 
 
 def _file_of(folder: Path, element: str) -> Path:
@@ -88,7 +90,9 @@ def _file_of(folder: Path, element: str) -> Path:
         )
     if len(candidates) > 1:
         listed = ", ".join(path.name for path in candidates)
-        raise ForgefieldError(f"{folder} holds several pseudopotentials of {element} ({listed}): name the one to use")
+        raise ForgefieldError(
+            f"{folder} contains several pseudopotentials of {element} ({listed}); specify which one to use"
+        )
     return candidates[0]
 
 
@@ -99,7 +103,7 @@ def _named_after(name: str, element: str) -> bool:
 
 
 def _section(text: str, tag: str, path: Path) -> str:
-    """What is between <tag ...> and </tag>, or the attributes of <tag .../>."""
+    """Text between <tag ...> and </tag>, or the attributes of <tag .../>."""
     match = re.search(rf"<{tag}(\s[^>]*?)?(/>|>(.*?)</{tag}>)", text, re.DOTALL)
     if match is None:
         raise ForgefieldError(
@@ -133,7 +137,7 @@ def _numbers(text: str, tag: str, path: Path) -> Tensor:
     try:
         return torch.tensor([float(_fortran(word)) for word in body.split()], dtype=torch.float64)
     except ValueError as error:
-        raise ForgefieldError(f"{path}: <{tag}> holds something that is not a number ({error})") from None
+        raise ForgefieldError(f"{path}: <{tag}> contains something that is not a number ({error})") from None
 
 
 def _fortran(word: str) -> str:

@@ -1,4 +1,4 @@
-"""An LDOS run as an ASE calculator: the free energy of a structure at an electronic temperature, and what it is made of."""
+"""An LDOS run as an ASE calculator: the free energy of a structure at an electronic temperature, and its contributions."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from forgefield.runs import Run
 
 
 class LDOSCalculator(AseCalculator):
-    """What `forgefield.Calculator(run, temperature=...)` is for an LDOS run.
+    """The calculator that `forgefield.Calculator(run, temperature=...)` returns for an LDOS run.
 
     Arguments: temperature: of the electrons, K; the others are those of `ElectronModel`.
 
@@ -58,7 +58,7 @@ class LDOSCalculator(AseCalculator):
         )
         if self.model.network.energies is None:
             raise ForgefieldError(
-                f"Run {self.model.run.name} predicts a density and no LDOS, so it has no energy; forgefield predict writes "
+                f"Run {self.model.run.name} predicts a density, not an LDOS, so it has no energy; forgefield predict writes "
                 "the density."
             )
 
@@ -69,21 +69,22 @@ class LDOSCalculator(AseCalculator):
         system_changes: Sequence[str] = all_changes,
     ) -> None:
         super().calculate(atoms, list(properties), list(system_changes))
-        found = self.model(self.atoms, self.temperature)
-        assert found.dos is not None
-        assert found.energies is not None
+        prediction = self.model(self.atoms, self.temperature)
+        assert prediction.dos is not None
+        assert prediction.energies is not None
         self.results = {
-            "band_energy": found.band_energy,
-            "fermi_energy": found.fermi_energy,
-            "entropy": found.entropy,
-            "dos": found.dos.cpu().numpy(),
-            "dos_energies": found.energies.energies().numpy(),
-            "density": np.asarray(found.density.cpu()),
+            "band_energy": prediction.band_energy,
+            "fermi_energy": prediction.fermi_energy,
+            "entropy": prediction.entropy,
+            "dos": prediction.dos.cpu().numpy(),
+            "dos_energies": prediction.energies.energies().numpy(),
+            "density": np.asarray(prediction.density.cpu()),
         }
-        if found.free_energy is not None:
-            self.results |= {"energy": found.free_energy, "free_energy": found.free_energy}
+        if prediction.free_energy is not None:
+            self.results |= {"energy": prediction.free_energy, "free_energy": prediction.free_energy}
         elif {"energy", "free_energy"} & set(properties):
             raise ForgefieldError(
-                f"There is no free energy: {found.missing}; name the folder of pseudopotentials (pseudopotentials=...). "
-                "calc.get_property('band_energy', atoms) needs none."
+                f"The free energy is not available: {prediction.missing}; set the folder of pseudopotentials "
+                "(pseudopotentials=...). "
+                "calc.get_property('band_energy', atoms) does not need it."
             )

@@ -1,6 +1,6 @@
-"""The electronic structure of any structure from an LDOS network: descriptors on a grid, LDOS, and all that follows from it.
+"""The electronic structure of a structure from an LDOS network: descriptors on a grid, LDOS, and derived quantities.
 
-`ElectronModel` is a run made ready for predictions, `ElectronicStructure` what it predicts for one structure at a temperature.
+`ElectronModel` loads a run for predictions; `ElectronicStructure` is its prediction for one structure at a temperature.
 Energies are exact integrals of the predicted LDOS; the free energy needs the pseudopotentials of the calculations that the
 network was trained on.
 """
@@ -20,10 +20,10 @@ from ase import Atoms
 from torch import Tensor
 
 from forgefield.errors import ForgefieldError
-from forgefield.ldos.data.conditions import KEPT
+from forgefield.ldos.data.snapshot import PSEUDOPOTENTIALS
 from forgefield.ldos.descriptors import DescriptorOptions, GridDescriptors, make_descriptors
-from forgefield.ldos.descriptors.gaussian import default_sigma
 from forgefield.ldos.descriptors.grid import grid_points
+from forgefield.ldos.descriptors.neighbourhoods import default_sigma
 from forgefield.ldos.electronic.density_energies import DensityEnergies, DensityTerms
 from forgefield.ldos.electronic.energy_grid import EnergyGrid
 from forgefield.ldos.electronic.fermi import band_energy, density, dos_of_ldos, entropy_energy, fermi_energy
@@ -32,18 +32,18 @@ from forgefield.ldos.model import LDOSNetwork, load_network
 from forgefield.runs import Run
 
 SLAB = 1 << 16
-"""Points whose descriptors are held at a time."""
+"""Points whose descriptors are in memory at the same time."""
 NEGATIVE: dict[str, Callable[[Tensor], Tensor]] = {"keep": lambda x: x, "zero": torch.relu, "absolute": torch.abs}
-"""What is done to values below zero that the network gives: nothing, or what a model of MALA was used with."""
+"""Treatment of negative predictions: none, or as set for an imported model of MALA."""
 
 
 @dataclass(frozen=True)
 class ElectronicStructure:
-    """Of one structure. grid_shape: nx, ny, nz. ldos: (nx, ny, nz, levels), 1/(eV A^3). density: (nx, ny, nz), 1/A^3. dos:
-    (levels,), 1/eV. fermi_energy, band_energy, entropy (-TS), terms of the density and free_energy, their sum with band energy
-    and entropy: eV. electrons: that the Fermi energy is for.
+    """Prediction for one structure. grid_shape: nx, ny, nz. ldos: (nx, ny, nz, levels), 1/(eV A^3). density: (nx, ny, nz),
+    1/A^3. dos: (levels,), 1/eV. fermi_energy, band_energy, entropy (-TS), terms of the density and free_energy, their sum with
+    band energy and entropy: eV. electrons: number for which the Fermi energy is determined.
 
-    A model of densities gives no more than density and terms. missing: why there is no free energy, where there is none.
+    A model for densities predicts only density and terms. missing: reason why there is no free energy, if there is none.
     """
 
     atoms: Atoms
@@ -62,7 +62,7 @@ class ElectronicStructure:
     missing: str | None = None
 
     def numbers(self) -> dict[str, Any]:
-        """What is no array, JSON-able."""
+        """All scalars, JSON-compatible."""
         return {
             "formula": self.atoms.get_chemical_formula(),
             "n_atoms": len(self.atoms),
@@ -79,14 +79,14 @@ class ElectronicStructure:
 
 
 class ElectronModel:
-    """An LDOS run made ready for structures.
+    """An LDOS run for predictions of structures.
 
     Arguments:
         run: name of a run, path of its folder, or a `Run`
         which: weights, `best` or `last`
         device: where descriptors, network and integrals are computed
         grid: points along each cell vector; default: the spacing of the training snapshots (`spacing`, A, is another)
-        pseudopotentials: folder of UPF files; default: those that the run keeps, or the folder that its config names
+        pseudopotentials: folder of UPF files; default: those stored in the run, or the folder named in its config
         electrons: in the cell; default: of the pseudopotentials, or as many per atom as the training snapshots had
         trust_code: whether code that the run names may be imported
     """
@@ -108,7 +108,7 @@ class ElectronModel:
         self.device = torch.device(device)
         self.grid = None if grid is None else _checked_grid(grid)
         if grid is not None and spacing is not None:
-            raise ForgefieldError("grid and spacing both say how fine the grid is; give one of them.")
+            raise ForgefieldError("grid and spacing both set the resolution of the grid; give only one of them.")
         if spacing is not None and not spacing > 0:
             raise ForgefieldError(f"spacing={spacing}: the distance of grid points is a number of A above 0.")
         self.spacing, self.electrons = spacing, electrons
@@ -117,13 +117,14 @@ class ElectronModel:
         self.negative = NEGATIVE[info.get("negative", "keep")]
         self.options = self._descriptor_options()
         self._folder = None if pseudopotentials is None else Path(pseudopotentials)
-        self._given = pseudopotentials is not None
+        self._folder_is_explicit = pseudopotentials is not None
 
     def _descriptor_options(self) -> DescriptorOptions:
         settings = self.network.facts.descriptors
         if settings is None:
             raise ForgefieldError(
-                f"Run {self.run.name} does not say how its descriptors were made, so they cannot be made for a structure; "
+                f"Run {self.run.name} does not state how its descriptors were computed, so they cannot be computed for a "
+                "structure; "
                 "train with data.points.descriptors, as {type: bispectrum, twojmax: 10, cutoff: 4.67637}, or add it to "
                 f"'points' of 'model' in {self.run.path / 'run.json'}."
             )
@@ -133,7 +134,7 @@ class ElectronModel:
 
     @torch.no_grad()
     def __call__(self, atoms: Atoms, temperature: float | None = None) -> ElectronicStructure:
-        """Predict. temperature: of the electrons, K; a model of densities needs none."""
+        """Predict one structure. temperature: of the electrons, K; not needed for a model of densities."""
         grid = self.network.energies
         temperature = None if grid is None else _checked_temperature(temperature, self.calculation)
         _require_cell(atoms)
@@ -143,33 +144,34 @@ class ElectronModel:
         electrons = self._electrons(atoms, energies)
         values = self._values(descriptors, atoms, shape)
         if grid is None:
-            found = _of_density(values, atoms, shape, electrons, missing)
+            prediction = _from_density(values, atoms, shape, electrons, missing)
         else:
             assert temperature is not None
-            found = _of_ldos(values, grid, atoms, shape, temperature, electrons, missing)
-        return found if energies is None else _with_terms(found, energies.terms(found.density))
+            prediction = _from_ldos(values, grid, atoms, shape, temperature, electrons, missing)
+        return prediction if energies is None else _with_terms(prediction, energies.terms(prediction.density))
 
     def _values(self, descriptors: GridDescriptors, atoms: Atoms, shape: tuple[int, int, int]) -> Tensor:
-        """What the network gives at every point, (n_points, columns), in the type of its weights."""
+        """Predictions of the network at every point, (n_points, columns), in the type of its weights."""
         cell = torch.as_tensor(np.array(atoms.cell), device=self.device)
         structure = (np.array(atoms.cell), atoms.positions, atoms.numbers, atoms.pbc, self.device)
         columns = len(self.network.output_shift)
         values = torch.empty(math.prod(shape), columns, dtype=self.network.dtype, device=self.device)
-        for points, part in zip(grid_points(cell, shape).split(SLAB), values.split(SLAB)):
-            part.copy_(self.negative(self.network(descriptors.at_points(points, *structure))))
+        for points, chunk in zip(grid_points(cell, shape).split(SLAB), values.split(SLAB)):
+            chunk.copy_(self.negative(self.network(descriptors.at_points(points, *structure))))
         return values
 
-    # ---- what it is computed with
+    # ---- grid, descriptors, pseudopotentials
 
     def grid_of(self, atoms: Atoms) -> tuple[int, int, int]:
-        """Points along each cell vector: as given, or as fine as `spacing` or the training snapshots, in numbers that the
-        fast Fourier transform likes."""
+        """Points along each cell vector: as requested, or with `spacing` or the spacing of the training snapshots, rounded up
+        to numbers that suit the fast Fourier transform."""
         if self.grid is not None:
             return self.grid
         spacing = [self.spacing] * 3 if self.spacing is not None else self.calculation.get("spacing")
         if spacing is None:
             raise ForgefieldError(
-                f"Run {self.run.name} does not know the grid of its training snapshots; give the points along each cell vector "
+                f"Run {self.run.name} does not state the grid of its training snapshots; give the number of points along "
+                "each cell vector "
                 "(--grid 18 18 27, grid=(18, 18, 27)) or their distance (--spacing 0.13, A)."
             )
         lengths = atoms.cell.lengths()
@@ -181,34 +183,35 @@ class ElectronModel:
         for symbol in sorted(set(atoms.get_chemical_symbols())):
             if symbol not in species:
                 raise ForgefieldError(
-                    f"{atoms.get_chemical_formula()} holds {symbol}, which run {self.run.name} was not trained on; it knows "
+                    f"{atoms.get_chemical_formula()} contains {symbol}, on which run {self.run.name} was not trained; it "
+                    "supports "
                     f"{', '.join(species)}."
                 )
         options = self.options
         if options.type == "gaussian" and options.species is None and len(species) > 1:
             raise ForgefieldError(
-                f"Run {self.run.name} does not say in which order its descriptors have the elements {', '.join(species)}; "
+                f"Run {self.run.name} does not state the order of the elements {', '.join(species)} in its descriptors; "
                 "train with data.points.descriptors.species=[...]."
             )
         if options.type == "gaussian" and options.sigma is None:
             options = replace(options, sigma=default_sigma(torch.as_tensor(np.array(atoms.cell)), shape))
-        made = make_descriptors(options, species)
-        if made.size != len(self.network.input_shift):
+        descriptors = make_descriptors(options, species)
+        if descriptors.size != len(self.network.input_shift):
             raise ForgefieldError(
-                f"data.points.descriptors of run {self.run.name} makes {made.size} columns, and its network reads "
+                f"data.points.descriptors of run {self.run.name} produces {descriptors.size} columns, but its network expects "
                 f"{len(self.network.input_shift)}; they are not those of its training data."
             )
-        return made
+        return descriptors
 
     def _pseudopotentials(self, atoms: Atoms) -> dict[str, Pseudopotential]:
         symbols, names = set(atoms.get_chemical_symbols()), self.calculation.get("pseudopotentials")
         if self._folder is not None:
             return read_pseudopotentials(self._folder, symbols, names)
-        kept, named = self.run.path / KEPT, self._named_folder()
-        place = kept if kept.is_dir() or named is None else named
-        if not place.is_dir():
-            raise ForgefieldError(f"run {self.run.name} keeps no pseudopotentials, and no folder of them was named")
-        return read_pseudopotentials(place, symbols, names)
+        stored, configured = self.run.path / PSEUDOPOTENTIALS, self._named_folder()
+        source_folder = stored if stored.is_dir() or configured is None else configured
+        if not source_folder.is_dir():
+            raise ForgefieldError(f"run {self.run.name} contains no pseudopotentials, and no folder was named")
+        return read_pseudopotentials(source_folder, symbols, names)
 
     def _named_folder(self) -> Path | None:
         points = self.run.config.data.points
@@ -216,11 +219,11 @@ class ElectronModel:
         return None if folder is None else Path(folder)
 
     def _density_energies(self, atoms: Atoms, shape: tuple[int, int, int]) -> tuple[DensityEnergies | None, str | None]:
-        """What a density has of Hartree, exchange-correlation and Ewald energy; or why that cannot be said."""
+        """Hartree, exchange-correlation and Ewald energies of a density; or None and the reason why they are not available."""
         try:
             pseudopotentials = self._pseudopotentials(atoms)
         except ForgefieldError as error:
-            if self._given:
+            if self._folder_is_explicit:
                 raise
             return None, str(error).rstrip(".")
         cell = torch.as_tensor(np.array(atoms.cell), device=self.device)
@@ -240,13 +243,14 @@ class ElectronModel:
         per_atom = self.calculation.get("electrons_per_atom")
         if per_atom is None or len(self.run.species) > 1:
             raise ForgefieldError(
-                f"how many electrons {atoms.get_chemical_formula()} has is not known without its pseudopotentials; name their "
+                f"the number of electrons of {atoms.get_chemical_formula()} is unknown without its pseudopotentials; name "
+                "their "
                 "folder (--pseudopotentials FOLDER), or give the number (--electrons)."
             )
         return per_atom * len(atoms)
 
 
-def _of_density(
+def _from_density(
     values: Tensor, atoms: Atoms, shape: tuple[int, int, int], electrons: float, missing: str | None
 ) -> ElectronicStructure:
     return ElectronicStructure(
@@ -261,7 +265,7 @@ def _of_density(
     )
 
 
-def _of_ldos(
+def _from_ldos(
     ldos: Tensor,
     grid: EnergyGrid,
     atoms: Atoms,
@@ -288,22 +292,24 @@ def _of_ldos(
     )
 
 
-def _with_terms(found: ElectronicStructure, energies: DensityTerms) -> ElectronicStructure:
+def _with_terms(prediction: ElectronicStructure, energies: DensityTerms) -> ElectronicStructure:
     terms = {name: float(term) for name, term in energies._asdict().items()}
-    if found.band_energy is None or found.entropy is None:
-        return replace(found, terms=terms, missing="the model gives a density, and no band energy")
-    return replace(found, terms=terms, free_energy=found.band_energy + found.entropy + sum(terms.values()))
+    if prediction.band_energy is None or prediction.entropy is None:
+        return replace(prediction, terms=terms, missing="the model predicts a density, not a band energy")
+    return replace(
+        prediction, terms=terms, free_energy=prediction.band_energy + prediction.entropy + sum(terms.values())
+    )
 
 
-def smooth_number(wanted: float) -> int:
-    """The smallest whole number with no prime factor above 7 that is not below `wanted`, by more than a hundredth."""
-    number = max(2, math.ceil(wanted - 0.01))
+def smooth_number(minimum: float) -> int:
+    """The smallest whole number without prime factors above 7 that is at least `minimum` - 0.01."""
+    number = max(2, math.ceil(minimum - 0.01))
     while True:
-        rest = number
+        remainder = number
         for factor in (2, 3, 5, 7):
-            while rest % factor == 0:
-                rest //= factor
-        if rest == 1:
+            while remainder % factor == 0:
+                remainder //= factor
+        if remainder == 1:
             return number
         number += 1
 
@@ -318,14 +324,16 @@ def _checked_grid(grid: Sequence[int]) -> tuple[int, int, int]:
 
 
 def _checked_temperature(temperature: float | None, calculation: Mapping[str, Any]) -> float:
-    known = ", ".join(f"{value:.4g}" for value in calculation.get("temperatures", []))
-    hint = f" The training snapshots had {known} K." if known else ""
+    trained = ", ".join(f"{value:.4g}" for value in calculation.get("temperatures", []))
+    hint = f" The training snapshots had {trained} K." if trained else ""
     if temperature is None:
         raise ForgefieldError(
             f"The temperature of the electrons is missing: give it in K (--temperature 300, temperature=300).{hint}"
         )
     if not (math.isfinite(temperature) and temperature > 0):
-        raise ForgefieldError(f"temperature={temperature} is no temperature; give that of the electrons in K.{hint}")
+        raise ForgefieldError(
+            f"temperature={temperature} is not valid; give the temperature of the electrons in K.{hint}"
+        )
     return float(temperature)
 
 

@@ -1,6 +1,6 @@
 """Predicted electronic structures as files: arrays (npy), densities (cube), numbers (JSON), structures with energies (extxyz).
 
-A folder holds the predictions for all structures of a source; it appears whole or not at all.
+A folder contains the predictions for all structures of a source; it is complete or does not exist.
 """
 
 from __future__ import annotations
@@ -8,8 +8,7 @@ from __future__ import annotations
 import json
 import os
 import shutil
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable
 from pathlib import Path
 from typing import IO
 
@@ -25,32 +24,11 @@ from forgefield.files import remove_leftovers, temporary_name
 from forgefield.inference.predict import keep_labels, keep_values
 from forgefield.inference.xyz_files import write_extxyz
 from forgefield.ldos.inference.electrons import ElectronicStructure, ElectronModel
+from forgefield.ldos.options import ElectronOptions
 from forgefield.physics.units import BOHR
 from forgefield.runs import Run
 
 NUMBERS = "results.json"
-
-
-@dataclass(frozen=True)
-class ElectronOptions:
-    """Options for predictions of an LDOS run."""
-
-    temperature: float | None = None
-    """Temperature of the electrons, K."""
-    grid: Sequence[int] | None = None
-    """Number of points along each cell vector; default: spacing of the training snapshots."""
-    spacing: float | None = None
-    """Distance between grid points, A, instead of `grid`."""
-    pseudopotentials: str | os.PathLike[str] | None = None
-    """Folder of UPF files."""
-    electrons: float | None = None
-    """Number of electrons in the cell."""
-    ldos: bool = False
-    """Whether to write the LDOS, too."""
-
-    def changed(self) -> list[str]:
-        """Names of the options that differ from their defaults."""
-        return [name for name, value in vars(self).items() if value not in (None, False)]
 
 
 def predict_run(
@@ -90,8 +68,8 @@ def predict_electrons(
     notify: Callable[[str], None] = lambda text: None,
 ) -> Path:
     """Predict all structures of `source` and write them to the new folder `out`: `results.json`, `predicted.extxyz`,
-    `energies.npy` (levels,) and `dos.npy` (n, levels); of structure i `density-i.npy`, `density-i.cube` and, if asked for,
-    `ldos-i.npy`. say: told what was done for each.
+    `energies.npy` (levels,) and `dos.npy` (n, levels); of structure i `density-i.npy`, `density-i.cube` and, if requested,
+    `ldos-i.npy`. notify: receives a message for each structure.
     """
     out = Path(out)
     if out.exists():
@@ -107,19 +85,19 @@ def predict_electrons(
         for number, (frame, raw) in enumerate(frames):
             atoms = Atoms(frame.numbers, frame.positions, cell=frame.cell, pbc=frame.pbc)
             try:
-                found = model(atoms, temperature)
+                prediction = model(atoms, temperature)
             except ForgefieldError as error:
                 raise ForgefieldError(f"{frame.where}: {error}") from error
-            notify(_in_words(found, number))
-            write_arrays(found, partial, number, ldos=ldos)
-            rows.append({**found.numbers(), "source": frame.source, "frame": frame.index})
-            images.append(with_results(found))
+            notify(_summary(prediction, number))
+            write_arrays(prediction, partial, number, ldos=ldos)
+            rows.append({**prediction.numbers(), "source": frame.source, "frame": frame.index})
+            images.append(with_results(prediction))
             keep_labels(images[-1], frame)
             if raw is not None:
                 keep_values(images[-1], raw, reader)
-            states += [found.dos.cpu().numpy()] if found.dos is not None else []
-            if found.missing is not None and number == 0:
-                notify(f"No free energy: {found.missing}.")
+            states += [prediction.dos.cpu().numpy()] if prediction.dos is not None else []
+            if prediction.missing is not None and number == 0:
+                notify(f"No free energy: {prediction.missing}.")
         (partial / NUMBERS).write_text(json.dumps(rows, indent=1) + "\n")
         write_extxyz(partial / "predicted.extxyz", images)
         if states:
@@ -134,14 +112,14 @@ def predict_electrons(
     return out
 
 
-def write_arrays(found: ElectronicStructure, folder: Path, number: int, *, ldos: bool) -> None:
-    """The arrays of one structure. ldos: the largest of them, too."""
-    density = found.density.cpu().numpy()
+def write_arrays(prediction: ElectronicStructure, folder: Path, number: int, *, ldos: bool) -> None:
+    """Write the arrays of one structure. ldos: also the LDOS, which is the largest."""
+    density = prediction.density.cpu().numpy()
     np.save(folder / f"density-{number}.npy", density)
     with (folder / f"density-{number}.cube").open("w") as file:
-        write_cube(file, found.atoms, density * BOHR**3, "electron density, 1/Bohr^3")
-    if ldos and found.ldos is not None:
-        np.save(folder / f"ldos-{number}.npy", found.ldos.cpu().numpy())
+        write_cube(file, prediction.atoms, density * BOHR**3, "electron density, 1/Bohr^3")
+    if ldos and prediction.ldos is not None:
+        np.save(folder / f"ldos-{number}.npy", prediction.ldos.cpu().numpy())
 
 
 def write_cube(file: IO[str], atoms: Atoms, values: np.ndarray, title: str) -> None:
@@ -157,23 +135,23 @@ def write_cube(file: IO[str], atoms: Atoms, values: np.ndarray, title: str) -> N
             file.write("".join(f"{x:13.5E}" for x in row[start : start + 6]) + "\n")
 
 
-def with_results(found: ElectronicStructure) -> Atoms:
-    """The structure, its energy the free energy, further numbers in `info`."""
-    atoms = found.atoms.copy()
+def with_results(prediction: ElectronicStructure) -> Atoms:
+    """The structure with the free energy as its energy, and other numbers in `info`."""
+    atoms = prediction.atoms.copy()
     atoms.info[PREDICTED_BY] = "forgefield"
     for name in ("temperature", "fermi_energy", "band_energy", "entropy"):
-        value = getattr(found, name)
+        value = getattr(prediction, name)
         if value is not None:
             atoms.info[name] = value
-    if found.free_energy is not None:
-        atoms.calc = SinglePointCalculator(atoms, energy=found.free_energy, free_energy=found.free_energy)
+    if prediction.free_energy is not None:
+        atoms.calc = SinglePointCalculator(atoms, energy=prediction.free_energy, free_energy=prediction.free_energy)
     return atoms
 
 
-def _in_words(found: ElectronicStructure, number: int) -> str:
-    parts = [f"grid {' x '.join(map(str, found.grid_shape))}"]
+def _summary(prediction: ElectronicStructure, number: int) -> str:
+    values = [f"grid {' x '.join(map(str, prediction.grid_shape))}"]
     for name, unit in (("fermi_energy", "eV"), ("band_energy", "eV"), ("free_energy", "eV")):
-        value = getattr(found, name)
+        value = getattr(prediction, name)
         if value is not None:
-            parts.append(f"{name.replace('_', ' ')} {value:.6f} {unit}")
-    return f"{number}: {found.atoms.get_chemical_formula()}, {', '.join(parts)}"
+            values.append(f"{name.replace('_', ' ')} {value:.6f} {unit}")
+    return f"{number}: {prediction.atoms.get_chemical_formula()}, {', '.join(values)}"

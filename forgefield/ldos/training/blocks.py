@@ -1,7 +1,7 @@
-"""Blocks: several optimiser steps that Lightning sees as one batch, so that its loop costs nothing where steps are short.
+"""Blocks: several optimiser steps that Lightning sees as one batch, so that the cost of its loop is negligible for short steps.
 
-A block begins at every `size`-th step of an epoch, counted from its start, and where `trainer.max_steps` or a resume falls
-between; which points a step has is the loader's, whatever the blocks. Places are counted in points, as everywhere.
+A block starts at every `size`-th step of an epoch, and where `trainer.max_steps` or a resume falls in between. The points of a
+step do not depend on the blocks. Positions are counted in points.
 """
 
 from __future__ import annotations
@@ -9,56 +9,54 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import islice, pairwise, repeat
-from typing import Any
 
 from torch import Tensor
 
-from forgefield.ldos.data.loader import CHUNK, PointLoader
-from forgefield.ldos.data.steps import filled_up
+from forgefield.ldos.data.loader import CHUNK, PointLoader, PointSteps, pad_rows
 
 
 @dataclass(frozen=True)
 class Block:
-    """Steps of one batch of Lightning's.
+    """The optimiser steps of one Lightning batch.
 
-    totals: points of each step over all ranks. own: those of this rank. rows: (n_steps, points), rows of the kept points,
-    filled up where a step has fewer; None for streamed points, which `batches` has as they come.
+    totals: points of each step over all ranks. own: those of this rank. rows: (n_steps, points), rows of resident points,
+    padded where a step has fewer; None for streamed points, which are in `batches`.
     """
 
     totals: list[int]
-    own: list[int]
+    local: list[int]
     rows: Tensor | None
     batches: list[dict[str, Tensor]] | None
 
     def __len__(self) -> int:
         return len(self.totals)
 
-    def parts(self, at: int) -> list[Block]:
-        """It as two, the second from its step `at` on; where none begins there, itself."""
+    def split_at(self, at: int) -> list[Block]:
+        """Two blocks, the second from step `at` on; only this block if `at` is not inside it."""
         if not 0 < at < len(self):
             return [self]
         return [
             Block(
-                self.totals[part],
-                self.own[part],
-                None if self.rows is None else self.rows[part],
-                None if self.batches is None else self.batches[part],
+                self.totals[steps],
+                self.local[steps],
+                None if self.rows is None else self.rows[steps],
+                None if self.batches is None else self.batches[steps],
             )
-            for part in (slice(at), slice(at, None))
+            for steps in (slice(at), slice(at, None))
         ]
 
 
 class BlockLoader:
-    """Serves the steps of `inner`, a loader of points, `size` at a time. limit: steps of an epoch, as
-    `trainer.limit_train_batches` says; all, if None."""
+    """Groups the steps of a loader of points, `inner`, into blocks of `size`. limit: steps per epoch
+    (`trainer.limit_train_batches`); None: all."""
 
     epochs_are_alike = True
 
-    def __init__(self, inner: Any, size: int, limit: int | None = None) -> None:
+    def __init__(self, inner: PointSteps, size: int, limit: int | None = None) -> None:
         self.inner, self.size = inner, size
         self.limit = limit
         self._cut: tuple[int, int] | None = None
-        """Epoch, and step in it at which a block ends whatever its size."""
+        """Epoch, and a step in it at which a block ends early."""
 
     # ---- the plan
 
@@ -72,23 +70,23 @@ class BlockLoader:
 
     @property
     def steps_per_epoch(self) -> int:
-        """Optimiser steps of a whole epoch."""
+        """Number of optimiser steps of a complete epoch."""
         n = self.inner.batches_in(self.inner.epoch)
         return n if self.limit is None else min(n, self.limit)
 
     def _steps(self) -> tuple[int, int]:
-        """First step of the (rest of the) present epoch, and the one behind its last."""
-        first = self.inner._rest_of_epoch()[0]
+        """First step of the (rest of the) current epoch, and last step + 1."""
+        first = self.inner._epoch_start()[0]
         stop = len(self.inner)
         return first, stop if self.limit is None else max(min(stop, self.limit), first)
 
     def _bounds(self) -> list[int]:
-        """Steps at which the blocks of the (rest of the) present epoch begin, and the end of the last."""
+        """Steps at which the blocks of the (rest of the) current epoch start, and the end of the last."""
         first, stop = self._steps()
-        places = {first, stop, *range((first // self.size + 1) * self.size, stop, self.size)}
+        bounds = {first, stop, *range((first // self.size + 1) * self.size, stop, self.size)}
         if self._cut is not None and self._cut[0] == self.epoch and first < self._cut[1] < stop:
-            places.add(self._cut[1])
-        return sorted(places)
+            bounds.add(self._cut[1])
+        return sorted(bounds)
 
     def __len__(self) -> int:
         return self._first_block() + len(self._bounds()) - 1
@@ -97,53 +95,53 @@ class BlockLoader:
         return self._steps()[0] // self.size
 
     def batches_in(self, epoch: int) -> int:
-        """Blocks of a whole epoch."""
+        """Number of blocks of a complete epoch."""
         return -(-self.steps_per_epoch // self.size)
 
     def set_epoch(self, epoch: int) -> None:
         self.inner.set_epoch(epoch)
 
     def cut_after(self, steps: int) -> None:
-        """Let a block end after so many further steps of the present epoch."""
+        """Let a block end after `steps` more steps of the current epoch."""
         self._cut = self.epoch, self._steps()[0] + steps
 
     def start_at(self, sample: int) -> int:
-        """Let the next iteration begin behind so many points of its epoch; returns the number of its first block."""
+        """Let the next iteration skip the first `sample` points of its epoch; returns the index of its first block."""
         self.inner.start_at(sample)
         return self._first_block()
 
     def position(self, batch: int) -> int:
-        """How many points of the present epoch come before this block, over all ranks."""
+        """Number of points of the current epoch before this block, over all ranks."""
         bounds = self._bounds()
         return self.inner.position(bounds[min(max(batch - self._first_block(), 0), len(bounds) - 1)])
 
     # ---- blocks
 
     def __iter__(self) -> Iterator[Block]:
-        # A generator: nothing is taken from `start_at` until the first block is asked for. Lightning makes an iterator
-        # just to see that it can.
+        # A generator, because Lightning creates an iterator just to test that it can: `start_at` must stay in effect until
+        # the first block is requested.
         bounds = self._bounds()
         positions = [self.inner.position(step) for step in range(bounds[0], bounds[-1] + 1)]
         totals = [later - earlier for earlier, later in pairwise(positions)]
-        own = [len(self.inner.places(*pair)) for pair in pairwise(positions)]
-        kept = isinstance(self.inner, PointLoader)
-        rows = self._rows(bounds, positions) if kept else repeat(None)
-        batches = repeat(None) if kept else self._batches(bounds)
-        for (start, stop), of_block, found in zip(pairwise(bounds), rows, batches):
-            part = slice(start - bounds[0], stop - bounds[0])
-            yield Block(totals[part], own[part], of_block, found)
+        local = [len(self.inner.positions(*pair)) for pair in pairwise(positions)]
+        resident = isinstance(self.inner, PointLoader)
+        rows = self._rows(bounds, positions) if resident else repeat(None)
+        batches = repeat(None) if resident else self._batches(bounds)
+        for (start, stop), block_rows, block_batches in zip(pairwise(bounds), rows, batches):
+            steps = slice(start - bounds[0], stop - bounds[0])
+            yield Block(totals[steps], local[steps], block_rows, block_batches)
 
     def _rows(self, bounds: list[int], positions: list[int]) -> Iterator[Tensor]:
         """Rows of each block, (n_steps, points); those of many blocks are computed at once."""
         points = self.inner.budget.size
         at_once = max(self.size, (CHUNK if self.inner.device.type == "cpu" else 64 * CHUNK) // points)
-        known, first, last = None, 0, 0
+        rows, first, last = None, 0, 0
         for start, stop in pairwise(bounds):
-            if known is None or stop > last:
+            if rows is None or stop > last:
                 first, last = start, max(bound for bound in bounds if bound <= max(start + at_once, stop))
                 order = self.inner.order(positions[first - bounds[0]], positions[last - bounds[0]])
-                known = filled_up(order, (last - first) * points).view(-1, points)
-            yield known[start - first : stop - first]
+                rows = pad_rows(order, (last - first) * points).view(-1, points)
+            yield rows[start - first : stop - first]
 
     def _batches(self, bounds: list[int]) -> Iterator[list[dict[str, Tensor]]]:
         steps = iter(self.inner)

@@ -1,10 +1,10 @@
-"""How the steps of a block are executed: one by one, or captured as CUDA graphs of many whole steps.
+"""Execution of the steps of a block: one by one, or captured as CUDA graphs of many steps.
 
-All engines take the same steps: gather, gradient, update, sums of the loss. Contract of captured ones: everything that changes
-from step to step (rows, learning rates, shares of the average, the weight of points that only fill up) is written to tensors
-that stay where they are before a replay; the optimiser has made its state in steps before the capture. A block of k steps is
-made of graphs of n, n // 4, n // 16, ... steps and of one, as they fit; blocks of any length give the same bits. Which of two
-kinds of steps is captured is measured once; the choice is part of checkpoints, since the two round differently.
+All engines execute the same steps: gather, gradient, update, sums of the loss. Contract of captured steps: everything that
+changes from step to step (rows, learning rates, shares of the average, the weight of padding points) is written to fixed
+tensors before a replay; the optimiser has created its state in steps before the capture. A block of k steps is composed of
+graphs of n, n // 4, n // 16, ... steps and of single steps; the result does not depend on the length of blocks. Which of two
+kinds of steps is captured is measured once; the choice is stored in checkpoints, because the two round differently.
 """
 
 from __future__ import annotations
@@ -20,26 +20,26 @@ from forgefield.errors import ForgefieldError
 from forgefield.ldos.loss import PointTask
 from forgefield.ldos.model import LDOSNetwork
 from forgefield.ldos.training.blocks import Block
-from forgefield.ldos.training.data import KeptRows, RowLayout
-from forgefield.ldos.training.fused import FusedStep, factors_now
+from forgefield.ldos.training.data import ResidentRows, RowLayout
+from forgefield.ldos.training.fused import FusedStep, current_factor_dtype
 from forgefield.ldos.training.gradient import Gradient
-from forgefield.ldos.training.terms import TermGradient
+from forgefield.ldos.training.snapshots import TermGradient
 from forgefield.training.engines.capture import capture
 from forgefield.training.optim.update import Update
 
 Rates = Callable[[], list[float]]
-"""Learning rate of each group for the step that is about to be made; asking moves schedules by step on."""
+"""Returns the learning rate of each group for the next step, and advances schedules by step."""
 WARM_UPS = 3
 """Executions of the steps before they are captured."""
 TIMED = 16
-"""Steps of the graphs that are timed, at most."""
+"""Maximum number of steps of the graphs that are timed."""
 MARGIN = 1.15
-"""Own kernels are used unless they take so many times as long as torch's."""
+"""Fused kernels are used unless they take longer than PyTorch's by this factor."""
 
 
 class Sums:
-    """What a block adds to the sums of a row: by_level (n_levels,) float64, errors of the loss; points: of this rank; terms:
-    (2, n_terms)."""
+    """Contribution of a block to a row of metrics: by_level (n_levels,) float64, errors of the loss; points: of this rank;
+    terms: (2, n_terms)."""
 
     def __init__(self, task: PointTask, device: torch.device) -> None:
         self.by_level = torch.zeros(task.n_levels, dtype=torch.float64, device=device)
@@ -57,8 +57,8 @@ class Sums:
 
 
 class EagerEngine:
-    """One step after the other. kept: rows that blocks refer to, where they are kept; fast: gathered as whole tensors, and
-    brought to the device for a whole block; else point by point, and for each step."""
+    """Executes steps one by one. resident: rows that blocks refer to, if they are in memory. fast: gather the rows of a
+    complete block at once and copy them to the device; otherwise point by point for each step."""
 
     name = "eager"
 
@@ -69,30 +69,30 @@ class EagerEngine:
         gradient: Gradient,
         update: Update,
         *,
-        kept: KeptRows | None,
+        resident: ResidentRows | None,
         world_size: int = 1,
         terms: TermGradient | None = None,
         fast: bool = True,
     ) -> None:
         self.model, self.task, self.gradient, self.update = model, task, gradient, update
         self.layout = RowLayout(len(model.input_shift), len(model.output_shift))
-        self.kept, self.world_size, self.terms, self.fast = kept, world_size, terms, fast
+        self.resident, self.world_size, self.terms, self.fast = resident, world_size, terms, fast
         self.device = model.weights[0].device
         self._factors: dict[int, Tensor] = {}
 
     def run(self, block: Block, first_step: int, rates: Rates) -> Sums:
-        """Make the steps of a block. first_step: number of the first of them, from 0."""
+        """Execute the steps of a block. first_step: index of the first one."""
         sums = Sums(self.task, self.device)
         rows = self.rows(block)
         for number in range(len(block)):
             self.step(sums, *self.batch(block, rows, number), block.totals[number], first_step + number, rates())
-        sums.points = sum(block.own)
+        sums.points = sum(block.local)
         return sums
 
     def step(
         self, sums: Sums, inputs: Tensor, targets: Tensor, total: int, step: int, rates: list[float] | None = None
     ) -> None:
-        """One whole step. total: its points over all ranks."""
+        """One step. total: its points over all ranks."""
         by_level = self.gradient(inputs, targets, self.factor(total), None)
         sums.by_level += by_level
         if self.terms is not None and (names := self.task.due(step)):
@@ -108,40 +108,42 @@ class EagerEngine:
         return self._factors[total]
 
     def rows(self, block: Block) -> Tensor | None:
-        """Rows of the whole block on the device, where they are kept elsewhere: one copy for all its steps."""
-        if not self.fast or self.kept is None or block.rows is None or self.kept.rows.device == self.device:
+        """Rows of all steps of a block on the device, in one copy; None if they are there already."""
+        if not self.fast or self.resident is None or block.rows is None or self.resident.rows.device == self.device:
             return None
-        chosen = self.kept.rows.index_select(0, block.rows.reshape(-1))
+        rows = self.resident.rows.index_select(0, block.rows.reshape(-1))
         if self.device.type == "cuda":
-            chosen = chosen.pin_memory()
-        return chosen.to(self.device, non_blocking=True).view(*block.rows.shape, -1)
+            rows = rows.pin_memory()
+        return rows.to(self.device, non_blocking=True).view(*block.rows.shape, -1)
 
     def batch(self, block: Block, rows: Tensor | None, number: int) -> tuple[Tensor, Tensor]:
-        own = block.own[number]
+        n_local = block.local[number]
         if block.batches is not None:
             batch = block.batches[number]
-            inputs, targets = (batch[name][:own].to(self.device) for name in ("inputs", "targets"))
+            inputs, targets = (batch[name][:n_local].to(self.device) for name in ("inputs", "targets"))
             return self.model.scaled_inputs(inputs), self.model.scaled_targets(targets)
-        assert self.kept is not None
+        assert self.resident is not None
         assert block.rows is not None
         if rows is not None:
-            return self.layout.split(rows[number, :own])
-        wanted = block.rows[number, :own]
-        if not self.fast:  # as a data set of single points does it
-            picked = [self.kept.rows[int(row)] for row in wanted]
-            return self.layout.split((torch.stack(picked) if picked else self.kept.rows[:0]).to(self.device))
-        return self.layout.split(self.kept.rows.index_select(0, wanted))
+            return self.layout.split(rows[number, :n_local])
+        indices = block.rows[number, :n_local]
+        if not self.fast:  # as a data set of single points would do it
+            picked = [self.resident.rows[int(row)] for row in indices]
+            return self.layout.split((torch.stack(picked) if picked else self.resident.rows[:0]).to(self.device))
+        return self.layout.split(self.resident.rows.index_select(0, indices))
 
     def forget(self) -> None:
-        """Drop what holds for one precision only."""
+        """Discard state that is specific to one precision."""
 
 
 class GraphsEngine:
-    """CUDA graphs of up to `n` whole steps. inner: makes the first steps, and those that hold terms on snapshots. fuses:
-    steps are made by `FusedStep` in the precisions that it knows, where that is faster than those of inner's gradient.
-    choices: whether it was, by the type of factors, as an earlier part of the training found; say: told what is found now.
+    """CUDA graphs of up to `n` steps.
 
-    On a CPU nothing can be captured; there the steps of a graph are made one after the other, which is how they are tested.
+    inner: executes the first steps, and steps with terms for snapshots. points: per step. fuses: use `FusedStep` in the
+    precisions that it supports, if it is faster than the gradient of inner. choices: whether it was faster, by the type of
+    factors, as measured earlier in the training. notify: receives messages.
+
+    On a CPU the steps of a graph are executed one by one, which is how they are tested.
     """
 
     name = "graphs"
@@ -162,9 +164,9 @@ class GraphsEngine:
         self._captures = device.type == "cuda"
         self._lengths = [n // 4**power for power in range(8) if n // 4**power > 1]
         self.sums = torch.zeros(inner.task.n_levels, dtype=torch.float64, device=device)
-        self._gathers = inner.kept is not None and inner.kept.rows.device == device
+        self._gathers_rows = inner.resident is not None and inner.resident.rows.device == device
         self._rows = torch.zeros(n, points, dtype=torch.int64, device=device)
-        width = 0 if self._gathers else inner.layout.width
+        width = 0 if self._gathers_rows else inner.layout.width
         self._data = torch.zeros(n, points, width, dtype=dtype, device=device)
         self._rates = torch.zeros(n, len(inner.update.optimiser.param_groups), dtype=dtype, device=device)
         self._shares = torch.zeros(n, dtype=dtype, device=device)
@@ -178,55 +180,55 @@ class GraphsEngine:
         self._fused: FusedStep | None = None
         self._chosen = False
         self._stale = True
-        """Whether weights may have changed otherwise than by captured steps."""
+        """Whether weights may have been changed outside of captured steps."""
 
     def forget(self) -> None:
-        """Drop what holds for one precision only."""
+        """Discard state that is specific to one precision."""
         self._graphs.clear()
         self._fused, self._chosen = None, False
 
     def run(self, block: Block, first_step: int, rates: Rates) -> Sums:
-        """Make the steps of a block. first_step: number of the first of them, from 0."""
-        inner, done = self.inner, 0
+        """Execute the steps of a block. first_step: index of the first one."""
+        inner, n_done = self.inner, 0
         sums = Sums(inner.task, inner.device)
         rows = inner.rows(block)
         self.sums.zero_()
         self._stale = True
-        while done < len(block):
-            step = first_step + done
+        while n_done < len(block):
+            step = first_step + n_done
             if self._captures and not self._ready and inner.update.has_states:
-                inner.update.make_capturable()  # before any step, of a term too: a resumed run makes steps of the same kind
+                inner.update.make_capturable()  # before any step, so that a resumed run executes the same kind of steps
                 self._ready = True
             if not inner.update.has_states or (inner.terms is not None and inner.task.due(step)):
-                inner.step(sums, *inner.batch(block, rows, done), block.totals[done], step, rates())
-                done, self._stale = done + 1, True
+                inner.step(sums, *inner.batch(block, rows, n_done), block.totals[n_done], step, rates())
+                n_done, self._stale = n_done + 1, True
                 continue
-            length = self._length(block, done, step)
-            self._write(block, rows, done, length)
+            length = self._length(block, n_done, step)
+            self._write(block, rows, n_done, length)
             if not self._chosen:
                 self._choose(length)
-            self._make(length, [rates() for _ in range(length)])
-            done += length
+            self._execute(length, [rates() for _ in range(length)])
+            n_done += length
         sums.by_level += self.sums
         if self._fused is not None:
             sums.by_level += self._fused.sums.sum(0)
             self._fused.sums.zero_()
-            if not self._stale:  # whoever looks at gradients finds those of the last step
+            if not self._stale:  # gradients are those of the last step for callbacks that read them
                 if self._fused.adam is not None:
-                    self._fused.add_up()
+                    self._fused.complete_gradients()
                 inner.update.use(self._fused.gradients)
         if _settings(inner.update.optimiser) != self._settings:
             raise ForgefieldError(
-                "training.engine: captured steps read learning rates anew, but a scheduler or callback has changed another "
+                "training.engine: captured steps follow learning rates only, but a scheduler or callback has changed another "
                 "setting of the optimiser (such as betas or weight_decay); use training.engine=eager, and with OneCycleLR and "
                 "CyclicLR training.scheduler.cycle_momentum=false."
             )
-        sums.points = sum(block.own)
+        sums.points = sum(block.local)
         return sums
 
     def _choose(self, length: int) -> None:
-        """What makes the steps from now on. length: of the graph that comes next, whose points are there already."""
-        inner, dtype = self.inner, factors_now() if self.fuses else None
+        """Choose the kind of captured steps. length: of the next graph, whose points are already in place."""
+        inner, dtype = self.inner, current_factor_dtype() if self.fuses else None
         self._chosen = True
         if dtype is None:
             return
@@ -236,15 +238,15 @@ class GraphsEngine:
             if self._captures and name not in self.choices:
                 self.choices[name] = self._is_faster(fused, length)
             self._fused = fused if self.choices.get(name, True) else None
-        except Exception as error:  # what Triton, memory or the driver does not manage is no reason to stop
+        except Exception as error:  # a failure of Triton, memory or the driver must not end the training
             self._fused, self.choices[name] = None, False
             self.notify(
-                f"Own kernels do not run here ({type(error).__name__}: {str(error)[:200]}); steps of torch are used."
+                f"Fused kernels do not run here ({type(error).__name__}: {str(error)[:200]}); PyTorch's steps are used."
             )
 
     def _is_faster(self, fused: FusedStep, length: int) -> bool:
-        """Whether own kernels are, by replays of both kinds of steps on the points of the next graph. Torch's have to be faster
-        by a margin, so that chance does not decide."""
+        """Whether fused kernels are faster, measured by replays of both kinds of steps on the points of the next graph.
+        PyTorch's steps must be faster by a margin, so that noise does not decide."""
         length = next((n for n in self._lengths if n <= min(length, TIMED)), 1)
         times = []
         for candidate in (fused, None):
@@ -252,15 +254,15 @@ class GraphsEngine:
             times.append(self._time(self._capture(length)) / length)
         faster = times[0] < MARGIN * times[1]
         self.notify(
-            f"A captured step takes {times[0]:.0f} us by own kernels and {times[1]:.0f} us by torch's: "
-            f"{'own kernels' if faster else 'those of torch'} are used."
+            f"A captured step takes {times[0]:.0f} us with fused kernels and {times[1]:.0f} us with PyTorch's: "
+            f"{'fused kernels' if faster else 'those of PyTorch'} are used."
         )
         return faster
 
     def _time(self, graph: torch.cuda.CUDAGraph) -> float:
-        """Microseconds of a replay, the least of some."""
+        """Shortest time of several replays, microseconds."""
         times = []
-        with self._nothing_changed():
+        with self._state_restored():
             for _ in range(4):
                 start, stop = (torch.cuda.Event(enable_timing=True) for _ in range(2))
                 start.record()
@@ -270,45 +272,49 @@ class GraphsEngine:
                 times.append(1e3 * start.elapsed_time(stop))
         return min(times)
 
-    def _length(self, block: Block, done: int, step: int) -> int:
-        """How many steps the next graph has: all of them full, without terms, and of as many points over all ranks; else 1."""
-        alike = 0
-        for number in range(done, min(done + self.n, len(block))):
-            due = self.inner.terms is not None and self.inner.task.due(step + number - done)
-            if due or block.own[number] != self.points or block.totals[number] != block.totals[done]:
+    def _length(self, block: Block, first: int, step: int) -> int:
+        """Number of steps of the next graph: full steps without terms, with equal numbers of points over all ranks; otherwise
+        1."""
+        n_equal = 0
+        for number in range(first, min(first + self.n, len(block))):
+            due = self.inner.terms is not None and self.inner.task.due(step + number - first)
+            if due or block.local[number] != self.points or block.totals[number] != block.totals[first]:
                 break
-            alike += 1
-        return next((length for length in self._lengths if length <= alike), 1)
+            n_equal += 1
+        return next((length for length in self._lengths if length <= n_equal), 1)
 
     def _write(self, block: Block, rows: Tensor | None, first: int, length: int) -> None:
-        """Bring the points of the next steps, and what they count, to where the steps read them."""
+        """Write points and factors of the next steps to the tensors that captured steps read."""
         inner = self.inner
-        if self._gathers:
+        if self._gathers_rows:
             assert block.rows is not None
             self._rows[:length].copy_(block.rows[first : first + length])
         else:
-            for place in range(length):
-                for room, values in zip(inner.layout.split(self._data[place]), inner.batch(block, rows, first + place)):
-                    room[: len(values)] = values
+            for number in range(length):
+                for buffer, values in zip(
+                    inner.layout.split(self._data[number]), inner.batch(block, rows, first + number)
+                ):
+                    buffer[: len(values)] = values
         self._factor.copy_(inner.factor(block.totals[first]))
         if length == 1:
             self._weight.zero_()
-            self._weight[: block.own[first]] = 1
+            self._weight[: block.local[first]] = 1
 
-    def _make(self, length: int, rates: list[list[float]]) -> None:
+    def _execute(self, length: int, rates: list[list[float]]) -> None:
         average, fused = self.inner.update.average, self._fused
         shares = [0.0 if average is None else average.next_share() for _ in range(length)]
-        rooms = [
-            (room, torch.tensor(of, dtype=room.dtype)) for room, of in ((self._rates, rates), (self._shares, shares))
+        buffers = [
+            (buffer, torch.tensor(values_of, dtype=buffer.dtype))
+            for buffer, values_of in ((self._rates, rates), (self._shares, shares))
         ]
         if fused is not None:
             if self._stale:
                 fused.refresh()
                 self._stale = False
             if fused.adam is not None:
-                rooms = [(self._numbers, fused.adam.numbers(rates, shares))]
-        for room, values in rooms:
-            room[:length].copy_(values.pin_memory() if self._captures else values, non_blocking=True)
+                buffers = [(self._numbers, fused.adam.numbers(rates, shares))]
+        for buffer, values in buffers:
+            buffer[:length].copy_(values.pin_memory() if self._captures else values, non_blocking=True)
         if not self._captures:
             self._steps(length, rates)
         else:
@@ -319,52 +325,52 @@ class GraphsEngine:
             fused.adam.count(length)
 
     def _capture(self, length: int) -> torch.cuda.CUDAGraph:
-        """The graph of `length` steps. Everything that the warm-up changes is restored."""
+        """Capture a graph of `length` steps; state changed by warming up is restored."""
 
         def steps() -> None:
             self._steps(length, self._rates)
 
-        with self._nothing_changed():
+        with self._state_restored():
             graph, _ = capture(steps, warm_up=steps, warm_ups=WARM_UPS)
         return graph
 
     @contextmanager
-    def _nothing_changed(self) -> Iterator[None]:
-        """Weights, averages, optimiser and sums are afterwards what they were before."""
+    def _state_restored(self) -> Iterator[None]:
+        """Restore weights, averages, optimiser state and sums at the end."""
         update, fused = self.inner.update, self._fused
-        held = _held_tensors(self.inner, self.sums, *([] if fused is None else [fused.sums]))
-        before, calls = [tensor.detach().clone() for tensor in held], update.calls
+        tensors = _state_tensors(self.inner, self.sums, *([] if fused is None else [fused.sums]))
+        before, calls = [tensor.detach().clone() for tensor in tensors], update.calls
         try:
             yield
         finally:
             if self.inner.device.type == "cuda":
                 torch.cuda.synchronize()  # after an error another stream may still be writing
             with torch.no_grad():
-                for tensor, value in zip(held, before):
+                for tensor, value in zip(tensors, before):
                     tensor.copy_(value)
             update.calls = calls
             if fused is not None:
                 fused.refresh()
 
     def _steps(self, length: int, rates: Any) -> None:
-        """What is captured: `length` steps; a single one weights its points, which may be fewer."""
+        """The captured work: `length` steps; a single step weights its points, some of which may be padding."""
         inner, fused = self.inner, self._fused
         weight = self._weight if length == 1 else None
         for number in range(length):
             if fused is not None:
-                kept, index = self._data[number], self._in_order
-                if self._gathers:
-                    assert inner.kept is not None
-                    kept, index = inner.kept.rows, self._rows[number]
-                fused(kept, index, self._factor, weight, None if fused.adam is None else self._numbers[number])
+                rows, index = self._data[number], self._in_order
+                if self._gathers_rows:
+                    assert inner.resident is not None
+                    rows, index = inner.resident.rows, self._rows[number]
+                fused(rows, index, self._factor, weight, None if fused.adam is None else self._numbers[number])
                 if fused.adam is not None:
                     continue
                 gradients = fused.gradients
             else:
                 rows = self._data[number]
-                if self._gathers:
-                    assert inner.kept is not None
-                    rows = inner.kept.rows.index_select(0, self._rows[number])
+                if self._gathers_rows:
+                    assert inner.resident is not None
+                    rows = inner.resident.rows.index_select(0, self._rows[number])
                 self.sums += inner.gradient(*inner.layout.split(rows), self._factor, weight)
                 gradients = inner.gradient.gradients
             inner.update.use(gradients)
@@ -374,16 +380,16 @@ class GraphsEngine:
 
 
 def _settings(optimiser: torch.optim.Optimizer) -> list[dict[str, Any]]:
-    """What captured steps hold as it is: all settings but learning rates and the way to compute."""
-    held = [key for key in optimiser.defaults if key not in ("lr", "capturable", "fused", "foreach")]
+    """Optimiser settings that are constants of captured steps: all except learning rates and implementation choices."""
+    keys = [key for key in optimiser.defaults if key not in ("lr", "capturable", "fused", "foreach")]
     return [
-        {key: group.get(key) for key in held if not isinstance(group.get(key), Tensor)}
+        {key: group.get(key) for key in keys if not isinstance(group.get(key), Tensor)}
         for group in optimiser.param_groups
     ]
 
 
-def _held_tensors(inner: EagerEngine, *sums: Tensor) -> list[Tensor]:
-    """Everything that a step changes."""
+def _state_tensors(inner: EagerEngine, *sums: Tensor) -> list[Tensor]:
+    """All tensors that a step changes."""
     update: Any = inner.update
     states = [
         value for state in update.optimiser.state.values() for value in state.values() if isinstance(value, Tensor)

@@ -1,7 +1,7 @@
-"""Training and validation steps on grid points: a batch of Lightning's is a block of optimiser steps, executed by an engine.
+"""Training and validation steps on grid points: a Lightning batch is a block of optimiser steps, executed by an engine.
 
-Optimisation is manual: Lightning's loop runs once per block; global steps, schedules by step and clipping are handled here as
-Lightning would handle them. Losses are added up on the device and read when a row of metrics is written.
+Optimisation is manual: Lightning's loop runs once per block; global steps, schedules by step and clipping are handled here in
+the same way as in Lightning. Losses are summed on the device and read when a row of metrics is written.
 """
 
 from __future__ import annotations
@@ -15,26 +15,26 @@ from lightning.pytorch.utilities import move_data_to_device
 from torch import Tensor
 
 from forgefield.errors import ForgefieldError
-from forgefield.ldos.loss import PointErrors, PointTask, errors_known_in_training
+from forgefield.ldos.loss import PointErrors, PointTask, metrics_from_loss
 from forgefield.ldos.model import LDOSNetwork
 from forgefield.ldos.training.blocks import Block, BlockLoader
 from forgefield.ldos.training.engines import EagerEngine, GraphsEngine, Sums
-from forgefield.ldos.training.observing import SnapshotMeasure
+from forgefield.ldos.training.snapshots import SnapshotMeasure
 from forgefield.parallel.strategies import SimpleDDPStrategy
 from forgefield.training.executor import StepExecutor
 from forgefield.training.optim.optimisers import ManualSchedule
 from forgefield.training.options import TrainingOptions
 from forgefield.training.trainer import fit_epoch_length
 
-MakeEngine = Callable[["PointsExecutor"], EagerEngine | GraphsEngine]
+BuildEngine = Callable[["PointsExecutor"], EagerEngine | GraphsEngine]
 
 
 class PointsExecutor(StepExecutor):
     """Trains a network on points of a grid.
 
-    make_engine: builds the engine once the optimiser and the strategy exist. observables: measured on whole snapshots at every
-    `every`-th validation. clip: gradient clipping as set for the trainer, value and algorithm. report_initial: called with the
-    observables before the first step.
+    build_engine: builds the engine once the optimiser and the strategy exist. observables: evaluated on complete snapshots at
+    every `every`-th validation. clip: gradient clipping as set for the trainer, value and algorithm. report_initial: called
+    with the observables before the first step.
     """
 
     model_name = "model"
@@ -50,7 +50,7 @@ class PointsExecutor(StepExecutor):
         task: PointTask,
         options: TrainingOptions,
         *,
-        make_engine: MakeEngine,
+        build_engine: BuildEngine,
         observables: SnapshotMeasure | None = None,
         every: int = 1,
         clip: tuple[float | None, str] = (None, "norm"),
@@ -61,22 +61,22 @@ class PointsExecutor(StepExecutor):
             model,
             task,
             options,
-            train_errors=PointErrors(task.target, scale, errors_known_in_training(task.loss.kind)),
+            train_errors=PointErrors(task.target, scale, metrics_from_loss(task.loss.kind)),
             val_errors=PointErrors(task.target, scale),
         )
         self.observables, self.every, self.clip, self.report_initial = observables, every, clip, report_initial
-        self._make_engine = make_engine
+        self._make_engine = build_engine
         self.choices: dict[str, bool] = {}
-        """What the engine chose by measurements before the training was resumed, see `GraphsEngine`."""
+        """Choices that the engine made by measurement before the training was resumed, see `GraphsEngine`."""
         self._validations = 0
 
     @property
     def schedule(self) -> ManualSchedule:
-        """Of learning rates."""
+        """Schedule of the learning rates."""
         return ManualSchedule(self.module.trainer.optimizers[0], self.module.schedule, self.module.monitor)
 
     def to_device(self, batch: Any, device: torch.device) -> Any:
-        """Blocks are copied to the device by the engine, as a whole."""
+        """Blocks are copied to the device by the engine."""
         return batch if isinstance(batch, Block) else move_data_to_device(batch, device)
 
     # ---- training
@@ -85,15 +85,15 @@ class PointsExecutor(StepExecutor):
         self.module.total_steps = self.steps_of_fit() if self.module.precision.unit == "steps" else -1
 
     def on_train_start(self) -> None:
-        self._end_with_a_block()  # in a resumed epoch no other hook comes in time
+        self._align_last_block()  # in a resumed epoch no other hook is called in time
         if self.observables is not None and self.module.trainer.global_step == 0:
             self.report_initial(self._observe())
 
     def on_train_epoch_start(self) -> None:
-        self._end_with_a_block()
+        self._align_last_block()
 
-    def _end_with_a_block(self) -> None:
-        """Let the last block end where `trainer.max_steps` ends the training."""
+    def _align_last_block(self) -> None:
+        """Let the last block end at `trainer.max_steps`."""
         loader: Any = self.module.trainer.train_dataloader
         loader.set_epoch(self.module.trainer.current_epoch)
         if self.module.trainer.max_steps not in (None, -1):
@@ -116,11 +116,11 @@ class PointsExecutor(StepExecutor):
 
     def training_step(self, batch: Block, batch_idx: int) -> Tensor:
         assert self.engine is not None
-        if self.module.exchange is not None:  # how many points a step has is known to all; the wish to stop is not
+        if self.module.exchange is not None:  # all ranks know the number of points, but not stop requests
             self.module.exchange.send(torch.zeros(0, dtype=torch.float64, device=self.module.device))
         sums = Sums(self.task, self.module.device)
-        for part in batch.parts(self._steps_to_change()):
-            sums.add(self._make_steps(part))
+        for block in batch.split_at(self._steps_to_change()):
+            sums.add(self._run_steps(block))
         if self.module.exchange is not None:
             self.module.exchange.counts()
         loss_sums = self.task.sums(sums.by_level, sums.points)
@@ -132,12 +132,12 @@ class PointsExecutor(StepExecutor):
         return loss
 
     def _steps_to_change(self) -> int:
-        """How many steps ahead a schedule by steps changes the precision; not above 0 where it does not, or has."""
+        """Steps until a schedule by steps changes the precision; 0 or negative if it does not, or has already."""
         by_steps = self.module.precision.unit == "steps" and self.module.total_steps > 0
         return self.module.total_steps - self.module.precision.last - self.module.trainer.global_step if by_steps else 0
 
-    def _make_steps(self, block: Block) -> Sums:
-        """Steps of one precision; they count as steps of Lightning's."""
+    def _run_steps(self, block: Block) -> Sums:
+        """Execute steps of one precision, and count them as global steps of Lightning."""
         assert self.engine is not None
         self.module.follow_precision()
         with self.module.precision.applied(self.module.precision_now):
@@ -167,7 +167,7 @@ class PointsExecutor(StepExecutor):
         self.val_errors.add(measured)
 
     val_is_scaled = True
-    """Whether validation batches hold scaled values, as kept rows do."""
+    """Whether validation batches contain scaled values, as resident rows do."""
 
     def _counts(self, n_points: Tensor) -> Tensor:
         counts = torch.zeros(2, len(self.task.names), dtype=torch.float64, device=n_points.device)
@@ -209,10 +209,10 @@ class PointsExecutor(StepExecutor):
         if isinstance(strategy, SimpleDDPStrategy):
             return strategy.average_gradients
         kind = type(strategy).__name__
-        other = (
+        reason = (
             "needs to observe the backward pass" if isinstance(strategy, DDPStrategy) else "does not average gradients"
         )
-        raise ForgefieldError(f"trainer.strategy: {kind} {other}; for grid points leave it out.")
+        raise ForgefieldError(f"trainer.strategy: {kind} {reason}; for grid points leave it out.")
 
     def state(self) -> dict[str, Any]:
         chosen = self.engine.choices if isinstance(self.engine, GraphsEngine) else self.choices

@@ -1,8 +1,8 @@
-"""The gradient of the loss of a batch of points: written out, or by autograd; both give the same to rounding.
+"""The gradient of the loss of a batch of points: explicit formulas, or autograd; both agree to rounding.
 
-`Written` is what trainings use: a perceptron's derivatives are two products a layer, and without a graph to build and walk a
-small step costs half. `ByAutograd` is its oracle, and what is compiled. Both leave gradients in tensors that stay where they
-are, so that captured steps find them there, and read nothing back from the device.
+Trainings use `ManualGradient`: the derivatives of a perceptron are two products per layer, and a small step takes half the time
+without an autograd graph. `AutogradGradient` is its oracle, and the version that is compiled. Both write gradients to fixed
+tensors, as captured steps require, and read nothing back from the device.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from forgefield.ldos.model import ACTIVATIONS, LDOSNetwork
 from forgefield.ops.products import count_lowered, is_lowered, product
 
 _IN_PLACE: dict[str, Callable[[Tensor], Tensor]] = {"relu": torch.relu_, "tanh": torch.tanh_, "sigmoid": torch.sigmoid_}
-"""Activations whose derivative is known from their value: nothing else of them is kept."""
+"""Activations whose derivative follows from their value, so that nothing else is stored."""
 
 
 class Gradient(Protocol):
@@ -30,18 +30,18 @@ class Gradient(Protocol):
     """Of every parameter, in the order of `LDOSNetwork.parameters`."""
 
     def __call__(self, inputs: Tensor, targets: Tensor, factor: Tensor, weight: Tensor | None) -> Tensor:
-        """Scaled inputs (n, f) and targets (n, t) -> errors of the loss added up for each level, (t,); gradients are left in
-        `gradients`. factor: (t,), what slopes of errors are multiplied with. weight: (n,), 0 for points that do not count."""
+        """Scaled inputs (n, f) and targets (n, t) -> errors of the loss summed for each level, (t,); gradients are written to
+        `gradients`. factor: (t,), factors of the slopes of errors. weight: (n,), 0 for padding points."""
 
 
-class Written:
-    """Derivatives written out."""
+class ManualGradient:
+    """Gradients by explicit formulas."""
 
     def __init__(self, model: LDOSNetwork, loss: PointLoss) -> None:
         self.model, self.loss = model, loss
         self.gradients = [torch.zeros_like(p) for p in model.parameters()]
         n = len(model.weights)
-        self._of_weights, self._of_biases = self.gradients[:n], self.gradients[n:]
+        self._weight_gradients, self._bias_gradients = self.gradients[:n], self.gradients[n:]
 
     @torch.no_grad()
     def __call__(self, inputs: Tensor, targets: Tensor, factor: Tensor, weight: Tensor | None) -> Tensor:
@@ -56,12 +56,12 @@ class Written:
 
     @torch.no_grad()
     def pull_back(self, inputs: Tensor, slope: Tensor) -> None:
-        """Leave in `gradients` those of a function whose derivative by the outputs of every point is `slope`, (t,)."""
+        """Write to `gradients` those of a function whose derivative by the outputs of every point is `slope`, (t,)."""
         values, before = self._forward(inputs)
         self._backward(slope.expand_as(values[-1]).contiguous(), values, before)
 
     def _forward(self, x: Tensor) -> tuple[list[Tensor], list[Tensor | None]]:
-        """Values of each layer, the inputs first, and what its activation was applied to, where that is needed again."""
+        """Values of each layer, the inputs first, and the arguments of activations where derivatives need them."""
         values, before = [x], []
         names = self._activations()
         for weight, bias, name in zip(self.model.weights, self.model.biases, names):
@@ -79,19 +79,19 @@ class Written:
     def _backward(self, slope: Tensor, values: list[Tensor], before: list[Tensor | None]) -> None:
         names, lowered = self._activations(), is_lowered(slope)
         for number in reversed(range(len(names))):
-            slope = _through(names[number], slope, values[number + 1], before[number])
+            slope = _activation_backward(names[number], slope, values[number + 1], before[number])
             below, weight = values[number], self.model.weights[number]
             if lowered:
-                self._of_weights[number].copy_(product(slope.t(), below))
+                self._weight_gradients[number].copy_(product(slope.t(), below))
             else:
-                torch.mm(slope.t(), below, out=self._of_weights[number])
-            torch.sum(slope, 0, out=self._of_biases[number])
+                torch.mm(slope.t(), below, out=self._weight_gradients[number])
+            torch.sum(slope, 0, out=self._bias_gradients[number])
             if number:
                 slope = product(slope, weight) if lowered else torch.mm(slope, weight)
 
 
-def _through(name: str | None, slope: Tensor, value: Tensor, before: Tensor | None) -> Tensor:
-    """The slope before an activation from that behind it. value: of the activation; before: what it was applied to."""
+def _activation_backward(name: str | None, slope: Tensor, value: Tensor, before: Tensor | None) -> Tensor:
+    """Backpropagate a slope through an activation. value: of the activation; before: its argument."""
     aten = torch.ops.aten
     if name is None:
         return slope
@@ -113,25 +113,25 @@ def _through(name: str | None, slope: Tensor, value: Tensor, before: Tensor | No
     return aten.elu_backward(slope, 1, 1, 1, False, before)
 
 
-class ByAutograd:
-    """Derivatives by autograd, of the step as it is or as `compiled` makes it of its trace.
+class AutogradGradient:
+    """Gradients by autograd. compiled: compiles the traced step; None: run it directly.
 
-    What is compiled is a trace without calls and derivatives, one for each shape and precision: torch's compiler would divide
-    the step itself where `product` is lowered, and give up on the parts after some trainings in one process.
+    The compiled function is a trace without calls and derivatives, one for each shape and precision: torch.compile would split
+    the step itself where `product` is lowered, and reach its recompilation limit after some trainings in one process.
     """
 
     def __init__(self, model: LDOSNetwork, loss: PointLoss, compiled: Callable[[Any], Any] | None = None) -> None:
         self.model, self.loss, self.compiled = model, loss, compiled
         self.gradients = [torch.zeros_like(p) for p in model.parameters()]
         self._parameters = list(model.parameters())
-        self._made: dict[Any, Callable[..., list[Tensor]]] = {}
+        self._compiled_steps: dict[Any, Callable[..., list[Tensor]]] = {}
 
     def __call__(self, inputs: Tensor, targets: Tensor, factor: Tensor, weight: Tensor | None) -> Tensor:
         arguments = [inputs, targets, factor, *([] if weight is None else [weight])]
         step = self._step if self.compiled is None else self._compiled_step(arguments)
         with torch.no_grad():
-            by_level, *found = step(*arguments)
-            torch._foreach_copy_(self.gradients, found)
+            by_level, *gradients = step(*arguments)
+            torch._foreach_copy_(self.gradients, gradients)
         return by_level
 
     def outputs(self, inputs: Tensor) -> Tensor:
@@ -141,9 +141,9 @@ class ByAutograd:
     def _compiled_step(self, arguments: list[Tensor]) -> Callable[..., list[Tensor]]:
         assert self.compiled is not None
         key = (count_lowered(), *((tuple(tensor.shape), tensor.stride()) for tensor in arguments))
-        if key not in self._made:
-            self._made[key] = self.compiled(make_fx(lambda *given: self._step(*given))(*arguments))
-        return self._made[key]
+        if key not in self._compiled_steps:
+            self._compiled_steps[key] = self.compiled(make_fx(lambda *tensors: self._step(*tensors))(*arguments))
+        return self._compiled_steps[key]
 
     def _step(self, inputs: Tensor, targets: Tensor, factor: Tensor, weight: Tensor | None = None) -> list[Tensor]:
         with torch.enable_grad():
@@ -151,5 +151,5 @@ class ByAutograd:
             if weight is not None:
                 difference = difference * weight[:, None]
             by_level = self.loss.errors(difference).sum(0)
-            found = torch.autograd.grad((by_level * factor).sum(), self._parameters)
-        return [by_level.detach(), *found]
+            gradients = torch.autograd.grad((by_level * factor).sum(), self._parameters)
+        return [by_level.detach(), *gradients]

@@ -1,28 +1,31 @@
-"""Trainings on grid points: networks of the LDOS or the density, with observables of whole snapshots."""
+"""Trainings on grid points: networks for the LDOS or the density, with observables of complete snapshots."""
 
 from __future__ import annotations
 
+import copy
+from dataclasses import dataclass
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from forgefield.config.trust import CONFIG
 from forgefield.errors import ForgefieldError
-from forgefield.ldos.data import PointTable
-from forgefield.ldos.data.conditions import calculation_facts, keep_pseudopotentials
+from forgefield.ldos.data import PointTable, Scaling
+from forgefield.ldos.data.snapshot import calculation_facts, copy_pseudopotentials
 from forgefield.ldos.descriptors import DescriptorOptions, require_fitting
 from forgefield.ldos.electronic.energy_grid import EnergyGrid
-from forgefield.ldos.loss import TERMS, UNITS, PointErrors, PointTask, errors_known_in_training
-from forgefield.ldos.model import LDOSNetwork, LinearScale, PointFacts, build_network, resolve
+from forgefield.ldos.loss import TERMS, UNITS, PointErrors, PointTask, metrics_from_loss
+from forgefield.ldos.model import LDOSNetwork, LinearScale, PointFacts, build_network, load_network, resolve
 from forgefield.ldos.observables import OBSERVABLE_UNITS
 from forgefield.ldos.options import ObservablesOptions, PointTargetOptions
 from forgefield.ldos.training.blocks import BlockLoader
-from forgefield.ldos.training.data import PointData
+from forgefield.ldos.training.data import PointData, PointSplit
+from forgefield.ldos.training.engine_choice import EngineBuilder, block_size
 from forgefield.ldos.training.executor import PointsExecutor
-from forgefield.ldos.training.initial import initial_network
-from forgefield.ldos.training.observing import NEEDED, SnapshotMeasure
-from forgefield.ldos.training.start import EngineMaker, block_size
+from forgefield.ldos.training.snapshots import NEEDED, SnapshotMeasure
 from forgefield.models.resolving import check_model
+from forgefield.parallel.ranks import Ranks
 from forgefield.parallel.reductions import StepExchange
 from forgefield.runs import Run
 from forgefield.settings import Config
@@ -35,6 +38,8 @@ from forgefield.training.run.start_summary import effective
 
 
 class PointsProblem(Problem):
+    """Data, network and task of a training on grid points. A network may start from another run: `model: {from: RUN}`."""
+
     data: PointData
     task: PointTask
     model: LDOSNetwork
@@ -45,7 +50,7 @@ class PointsProblem(Problem):
         super().__init__(run, config, options, session, resumes=resumes)
         self.initial = initial_network(run, config, session.ranks, begun=self.has_begun)
         if self.initial is not None:
-            self.config = self.initial.settle(config)
+            self.config = self.initial.resolve_config(config)
         algorithm = str(options.pop("gradient_clip_algorithm", None) or "norm").split(".")[-1].lower()
         self.clip = (options.pop("gradient_clip_val", None), algorithm)
         self._limit = options.pop("limit_train_batches", None)
@@ -64,21 +69,21 @@ class PointsProblem(Problem):
         self.fingerprint = self.data.fingerprint
         require_same_data(self.fingerprint, ranks)
         if self.initial is None:
-            _, _, given = check_model(config.model, trust=CONFIG)
-            self.resolved = self.kept_model(resolve(given, self._facts()))
+            _, _, model_options = check_model(config.model, trust=CONFIG)
+            self.resolved = self.kept_model(resolve(model_options, self._facts()))
         else:
             self.data.inputs, self.data.outputs = self.initial.scaling("inputs"), self.initial.scaling("outputs")
             self.resolved = self.kept_model(self.initial.options(table, config.points.descriptors))
-        if (made_by := self.resolved["points"]["descriptors"]) is not None:
-            options = DescriptorOptions.from_mapping(made_by, "data.points.descriptors")
-            said_here = config.points.descriptors is not None
-            require_fitting(options, self.data.symbols, table.n_inputs if said_here else None)
+        if (descriptors := self.resolved["points"]["descriptors"]) is not None:
+            options = DescriptorOptions.from_mapping(descriptors, "data.points.descriptors")
+            in_config = config.points.descriptors is not None
+            require_fitting(options, self.data.symbols, table.n_inputs if in_config else None)
         precision = Precision(config.training.precision).weights
         self.model = build_network(self.resolved, precision=precision, seed=config.seed)
         if self.initial is not None:
             self.initial.start(self.model)
-        self._find_observed()
-        self._require_whole_snapshots()
+        self._select_observables()
+        self._require_complete_snapshots()
         self._block_size()
 
     def _facts(self) -> PointFacts:
@@ -91,44 +96,48 @@ class PointsProblem(Problem):
             descriptors=points.descriptors,
         )
 
-    def _find_observed(self) -> None:
-        """Which snapshots observables are measured on, and which observables; where nothing is said, those that can be."""
+    def _select_observables(self) -> None:
+        """Select the observables and the snapshots on which they are evaluated; by default the cheap ones that are possible."""
         self.observed: PointTable | None = None
         self.observables = ObservablesOptions(metrics=[])
         task, val = self.config.task, self.data.val
-        whole = val.table if val is not None and val.is_whole else None
+        complete = val.table if val is not None and val.is_complete else None
         if self.config.points.target != "ldos":
             return
         if task is None:
-            self.observed = whole
-            self.observables.metrics = [] if whole is None else _possible(whole)
+            self.observed = complete
+            self.observables.metrics = [] if complete is None else _default_observables(complete)
         elif task.points is not None and task.points.observables is not None:
             self.observables = task.points.observables
-            named = self.observables.snapshots
-            self.observed = whole if named is None else PointTable(self.data.find(named, "task.observables.snapshots"))
+            requested = self.observables.snapshots
+            self.observed = (
+                complete if requested is None else PointTable(self.data.find(requested, "task.observables.snapshots"))
+            )
             if self.observed is None:
                 raise ForgefieldError(
-                    "task.observables needs whole snapshots: name them in data.val, or in task.observables.snapshots."
+                    "task.observables needs complete snapshots: name them in data.val, or in task.observables.snapshots."
                 )
         if not self.observables.metrics:
             self.observed = None
 
-    def _measure(self, table: PointTable, metrics: list[str], fermi: str, *, part: Any = None) -> SnapshotMeasure:
+    def _measure(
+        self, table: PointTable, metrics: list[str], fermi: str, *, split: PointSplit | None = None
+    ) -> SnapshotMeasure:
         folder = self.config.points.pseudopotentials
-        kept = part.kept if part is not None and part.table is table else None
+        resident = split.resident if split is not None and split.table is table else None
         return SnapshotMeasure(
             table,
             self.model,
             metrics,
             fermi,
             self.session.ranks,
-            kept=kept,
+            resident=resident,
             pseudopotentials=folder,
-            remember=self.data.place != "disk",
+            remember=self.data.location != "disk",
         )
 
     def _block_size(self) -> None:
-        """Steps of a block; settings of Lightning that count batches are made to count blocks of so many steps."""
+        """Set the number of steps per block, and convert Lightning's settings from batches to blocks."""
         steps = -(-len(self.data.train) // (self.data.batch * self.session.ranks.world_size))
         limit = self._limit
         if isinstance(limit, float):
@@ -140,11 +149,11 @@ class PointsProblem(Problem):
         if isinstance(interval, int) and not isinstance(interval, bool):
             self.options["val_check_interval"] = interval // self.block
 
-    # ---- what fit asks for
+    # ---- interface of fit
 
     def metric_names(self, split: str) -> list[str]:
-        known = errors_known_in_training(self.task.loss.kind) if split == "train" else ("mae", "rmse")
-        names = ["loss", *PointErrors(self.task.target, torch.ones(1), known).names()]
+        metrics = metrics_from_loss(self.task.loss.kind) if split == "train" else ("mae", "rmse")
+        names = ["loss", *PointErrors(self.task.target, torch.ones(1), metrics).names()]
         if split == "val" and self.observed is not None:
             names += [f"{name}_mae" for name in self.observables.metrics]
         return names
@@ -153,12 +162,12 @@ class PointsProblem(Problem):
         self, monitor: str, exchange: StepExchange | None, restart: ResumePoint | None, quick: bool
     ) -> TrainingModule:
         self._require_measured(monitor)
-        maker = EngineMaker(self.config, self.session, self.data, self.block, self._terms)
+        builder = EngineBuilder(self.config, self.session, self.data, self.block, self._terms)
         self._executor = PointsExecutor(
             self.model,
             self.task,
             self.config.training,
-            make_engine=maker,
+            build_engine=builder,
             every=int(self.observables.every),
             clip=self.clip,
             report_initial=lambda values: self._report_initial(values, quick),
@@ -166,36 +175,36 @@ class PointsProblem(Problem):
         return self.module_of(self._executor, monitor, exchange)
 
     def _require_measured(self, monitor: str) -> None:
-        """What decides something has to say something, and an observable has to be known at every validation."""
+        """Refuse a monitored quantity that is constant or not computed at every validation."""
         early = self.config.training.early_stopping
         watched = {monitor, (early.monitor if early is not None else None) or monitor}
         if self.task.weight == 0 and "val/loss" in watched:
             setting = "training.monitor" if monitor == "val/loss" else "training.early_stopping.monitor"
             raise ForgefieldError(
-                f"task.{self.task.target}.weight is 0, and val/loss holds no term on snapshots: it would always be 0; set "
+                f"task.{self.task.target}.weight is 0, and val/loss has no terms for snapshots: it would always be 0; set "
                 f"{setting}, for example val/band_energy_mae or val/{self.task.target}_rmse."
             )
         names = {f"val/{name}_mae" for name in self.observables.metrics}
         if watched & names and self.observables.every != 1:
             raise ForgefieldError(
-                f"task.observables.every={self.observables.every}, but {min(watched & names)} is watched and so needed at "
+                f"task.observables.every={self.observables.every}, but {min(watched & names)} is monitored and needed at "
                 f"every validation; set it to 1, and validate less often with trainer.check_val_every_n_epoch="
                 f"{self.observables.every}."
             )
 
     def _terms(self) -> SnapshotMeasure:
-        """Training snapshots, for terms of the loss."""
-        return self._measure(self.data.train.table, ["band_energy"], "self_consistent", part=self.data.train)
+        """Observables of the training snapshots, for terms of the loss."""
+        return self._measure(self.data.train.table, ["band_energy"], "self_consistent", split=self.data.train)
 
-    def _require_whole_snapshots(self) -> None:
-        if self.task.terms and not self.data.train.is_whole:
+    def _require_complete_snapshots(self) -> None:
+        if self.task.terms and not self.data.train.is_complete:
             raise ForgefieldError(
-                f"task.{next(iter(self.task.terms))} is a term on whole snapshots, and a share of their points is held back "
-                "for validation; name snapshots in data.val."
+                f"task.{next(iter(self.task.terms))} is a term for complete snapshots, but a fraction of their points is held "
+                "back for validation; name snapshots in data.val."
             )
 
     def _report_initial(self, values: dict[str, float], quick: bool) -> None:
-        """Observables before the first step."""
+        """Store and print the observables before the first step."""
         if self.session.ranks.is_rank_zero and not quick:
             self.run.write_info(before_training=values)
         shown = [
@@ -206,31 +215,31 @@ class PointsProblem(Problem):
 
     def loader(self, device: torch.device) -> BlockLoader:
         self.model.to(device)
-        self.data.keep(self.model, device)
+        self.data.load(self.model, device)
         self._device = device
         if self.observed is not None:
             self._executor.observables = self._measure(
-                self.observed, list(self.observables.metrics), self.observables.fermi, part=self.data.val
+                self.observed, list(self.observables.metrics), self.observables.fermi, split=self.data.val
             )
-        # What is wrong with units and energies of snapshots is told now.
-        measures = [self._executor.observables, self._terms() if self.task.terms else None]
-        for measure in measures:
-            for number in range(0 if measure is None else len(measure.facts)):
-                measure.reference(number)  # type: ignore[union-attr]
+        # Errors in units and energies of the snapshots are raised now, not at the first validation.
+        for measure in (self._executor.observables, self._terms() if self.task.terms else None):
+            if measure is not None:
+                for number in range(len(measure.facts)):
+                    measure.reference(number)
         return BlockLoader(self.data.train_loader(device), self.block, self._limit)
 
     def val_loader(self) -> Any:
         assert self.data.val is not None
-        self._executor.val_is_scaled = self.data.val.kept is not None
+        self._executor.val_is_scaled = self.data.val.resident is not None
         return self.data.val_loader(self._device)
 
     def refuse(self, device: torch.device) -> None:
-        EngineMaker.refuse(self.config, device, self.session.ranks.world_size)
+        EngineBuilder.refuse(self.config, device, self.session.ranks.world_size)
 
     def facts(self) -> dict[str, Any]:
         descriptors = self.config.points.descriptors or {}
         snapshots = self.data.train.table.snapshots
-        keep_pseudopotentials(snapshots, self.config.points.pseudopotentials, self.run.path)
+        copy_pseudopotentials(snapshots, self.config.points.pseudopotentials, self.run.path)
         return {
             "samples": "points",
             "species": self.data.symbols,
@@ -242,25 +251,25 @@ class PointsProblem(Problem):
 
     def batch_row(self) -> str:
         text = effective(self.data.batch, "points", self.session.ranks.world_size)
-        return f"{text}; {self.block} steps a block; rows on {self.data.place}"
+        return f"{text}; {self.block} steps per block; rows on {self.data.location}"
 
     @property
     def units(self) -> dict[str, str]:
-        """Of everything that is measured."""
+        """Units of the errors of the target and of all observables."""
         return {self.task.target: UNITS[self.task.target]} | {
             name: OBSERVABLE_UNITS[name] for name in self.observables.metrics
         }
 
 
 def energy_grid(energies: Any) -> dict[str, Any] | None:
-    """The config's levels as the model keeps them."""
+    """The energy levels of a config in the format stored in the model."""
     if energies is None:
         return None
     return EnergyGrid.from_segments(energies if isinstance(energies, list) else [energies]).to_dict()
 
 
 def point_task(config: Config, n_targets: int) -> PointTask:
-    """The task of a config; without one, the target alone."""
+    """The task of a config; by default only the target at each point."""
     target = config.points.target
     if config.task is None or config.task.points is None:
         return PointTask(target, PointTargetOptions(), {}, n_targets)
@@ -269,11 +278,100 @@ def point_task(config: Config, n_targets: int) -> PointTask:
     return PointTask(target, getattr(options, target), terms, n_targets)
 
 
-def _possible(table: PointTable) -> list[str]:
-    """Observables that the snapshots tell enough for, of those that are cheap."""
+def _default_observables(table: PointTable) -> list[str]:
+    """The cheap observables for which the snapshots have all metadata."""
     infos = [snapshot.info for snapshot in table.snapshots]
     return [
         name
         for name in ("band_energy", "density")
         if all(getattr(info, key) is not None for info in infos for key in NEEDED[name])
     ]
+
+
+START_KEYS = ("from", "which", "shifts")
+"""Keys of the section that are not options of the model."""
+
+
+@dataclass(frozen=True)
+class InitialNetwork:
+    """The network of another run from which a training starts.
+
+    origin: description of that run. resolved: its resolved options; scalings, energy levels and weights are kept. state:
+    initial weights; None if the training is resumed and has its own.
+    """
+
+    origin: str
+    resolved: dict[str, Any]
+    state: dict[str, Tensor] | None
+
+    def resolve_config(self, config: Config) -> Config:
+        """The config completed with the settings of the network. Contradictions are errors."""
+        config, model = copy.deepcopy(config), config.model
+        if model.get("shifts") != "keep":
+            raise ForgefieldError("model.shifts is for energies of potentials; for grid points leave it out.")
+        for key, value in model.items():
+            if key not in START_KEYS and value != self.resolved.get(key):
+                raise ForgefieldError(
+                    f"model.{key} is {value}, and the network of {self.origin} has {self.resolved.get(key)}; leave it out: it "
+                    "is part of the network."
+                )
+        points, stored = config.points, self.resolved["points"]
+        energies = points.energies
+        grid = (
+            None
+            if energies is None
+            else EnergyGrid.from_segments(energies if isinstance(energies, list) else [energies])
+        )
+        same = grid is None if stored["energies"] is None else grid == EnergyGrid.from_dict(stored["energies"])
+        if points.target != stored["target"] or not same:
+            raise ForgefieldError(
+                f"data.points: target {points.target} and energies {energies} are not those of the network of {self.origin}, "
+                "which "
+                f"predicts {stored['target']} at {stored['energies']}."
+            )
+        config.model["name"] = self.resolved["name"]
+        return config
+
+    def options(self, table: PointTable, descriptors: Any) -> dict[str, Any]:
+        """Resolved options for these data. descriptors: those of the config; None: those of the network."""
+        stored = self.resolved["points"]
+        for quantity, actual, expected in (
+            ("descriptors", table.n_inputs, len(stored["inputs"]["shift"])),
+            ("target values", table.n_targets, len(stored["outputs"]["shift"])),
+        ):
+            if actual != expected:
+                raise ForgefieldError(
+                    f"data.train has {actual} {quantity} per point, the network of {self.origin} {expected}."
+                )
+        return {**self.resolved, "points": {**stored, "descriptors": descriptors or stored["descriptors"]}}
+
+    def scaling(self, side: str) -> Scaling:
+        """Scaling of inputs or outputs: that of the network, not of the new data."""
+        return Scaling.from_dict(self.resolved["points"][side])
+
+    def start(self, model: LDOSNetwork) -> None:
+        if self.state is not None:
+            model.load_state_dict(self.state)
+
+
+def initial_network(run: Run, config: Config, ranks: Ranks, *, begun: bool) -> InitialNetwork | None:
+    """The network that `model.from` names, read by rank 0 and sent to all ranks; None if the config describes a new one.
+
+    begun: whether `run` is resumed and has its own copy of the network.
+    """
+    if "from" not in config.model:
+        return None
+    return ranks.broadcast(_read(run, config, begun) if ranks.is_rank_zero else None)
+
+
+def _read(run: Run, config: Config, begun: bool) -> InitialNetwork:
+    model = config.model
+    if begun:
+        return InitialNetwork(f"run {model['from']}", run.info["model"], None)
+    source = Run.open(model["from"], out=config.out)
+    if not source.of_points:
+        raise ForgefieldError(
+            f"model.from: run {source.name} is a potential, but this training is on grid points (data.points)."
+        )
+    network = load_network(source, model["which"])
+    return InitialNetwork(f"run {source.name}", source.info["model"], dict(network.state_dict()))

@@ -1,8 +1,9 @@
-"""What kernels of our own are compared with: autograd on products of the same rounded factors, and targets to compare on.
+"""The reference for Forgefield's kernels: autograd on products of the same rounded factors, and synthetic targets.
 
-A comparison has to come out alike at the start of a training and after a resume near its end. Hence nothing in it may depend on
-how well the network fits: residuals are made up, as large as the targets vary. Factors are rounded to the numbers that kernels
-store and multiplied in float32, so that what is left to differ is the order of sums, and now and then the last bit of a factor.
+A comparison must have the same result at the start of a training and after a resume near its end, so nothing in it may depend
+on how well the network fits: residuals are synthetic, with the magnitude of the variation of the targets. Factors are rounded
+to the numbers that kernels store and multiplied in float32, so that only the order of sums differs, and sometimes the last bit
+of a factor.
 """
 
 from __future__ import annotations
@@ -17,21 +18,21 @@ from torch import Tensor
 from forgefield.ldos.loss import PointLoss, PointTask
 from forgefield.ldos.model import ACTIVATIONS, LDOSNetwork
 from forgefield.ldos.training.data import RowLayout
-from forgefield.ldos.training.fused import KNOWN_BY_VALUE, FusedGradient, FusedStep, Tiles, rounded_to_tf32
-from forgefield.ldos.training.gradient import ByAutograd
+from forgefield.ldos.training.fused import DERIVATIVE_FROM_VALUE, FusedGradient, FusedStep, Tiles, rounded_to_tf32
+from forgefield.ldos.training.gradient import AutogradGradient
 
 TOLERANCES = {torch.float32: 2.0**-10, torch.bfloat16: 2.0**-7, torch.float16: 2.0**-10}
-"""Largest difference between own kernels and `RoundedReference`, relative to the largest entry of each tensor: one unit in
-the last place of a factor (float32: of tf32). Sums that differ by 1e-6 of their size move some factors by such a unit, and
-gradients by up to 3e-4 (tf32) and 8e-4 (bfloat16), measured with up to four hidden layers; sums that differ by 1e-4 move most
-factors, and gradients by about half of what is allowed."""
+"""Largest difference between the kernels and `RoundedReference`, relative to the largest entry of each tensor: one unit in the
+last place of a factor (float32: of tf32). Sums that differ by 1e-6 change some factors by such a unit, and gradients by up to
+3e-4 (tf32) and 8e-4 (bfloat16), measured with up to four hidden layers; sums that differ by 1e-4 change most factors, and
+gradients by about half of this tolerance."""
 NEAR = 2.0**-6
-"""Share of the largest entry below which the sign before relu and leakyrelu is taken from the kernels."""
+"""Fraction of the largest entry below which the sign before relu and leakyrelu is taken from the kernels."""
 
 
-def made_up_targets(outputs: Tensor, targets: Tensor) -> Tensor:
-    """Targets (n, t) from which outputs differ by 0.5 to 1.5 times the spread of the true ones, always the same. The sign is
-    one for each level: so points add up in gradients, instead of cancelling down to what rounding changes."""
+def synthetic_targets(outputs: Tensor, targets: Tensor) -> Tensor:
+    """Targets (n, t) from which outputs differ by 0.5 to 1.5 standard deviations of the true targets; deterministic. The sign
+    of the difference is that of its level, so that points add up in gradients and do not cancel down to rounding errors."""
     generator = torch.Generator().manual_seed(0)
     sizes = 0.5 + torch.rand(targets.shape, generator=generator, dtype=torch.float64)
     signs = 1.0 - 2.0 * torch.randint(2, targets.shape[1:], generator=generator)
@@ -39,32 +40,32 @@ def made_up_targets(outputs: Tensor, targets: Tensor) -> Tensor:
     return (outputs - (spread * sizes * signs).to(outputs)).to(targets.dtype)
 
 
-def packed_rows(inputs: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
-    """The same side by side, as in kept rows."""
+def pack_rows(inputs: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
+    """Inputs and targets in the layout of resident rows."""
     layout = RowLayout(inputs.shape[1], targets.shape[1])
     rows = inputs.new_zeros(len(inputs), layout.width)
-    for room, values in zip(layout.split(rows), (inputs, targets)):
-        room.copy_(values)
+    for columns, values in zip(layout.split(rows), (inputs, targets)):
+        columns.copy_(values)
     return layout.split(rows)
 
 
 def largest_difference(pairs: Iterable[tuple[Tensor, Tensor]]) -> float:
-    """Of tensors from the second of each pair, relative to its largest entry; NaN where one of them holds one."""
-    found = []
-    for mine, expected in pairs:
+    """Largest difference within pairs of tensors, relative to the largest entry of the second; NaN if any entry is NaN."""
+    differences = []
+    for actual, expected in pairs:
         size = float(expected.abs().max())
-        found.append(float((mine - expected).abs().max()) / (size or 1.0))
-    return math.nan if any(math.isnan(value) for value in found) else max(found)
+        differences.append(float((actual - expected).abs().max()) / (size or 1.0))
+    return math.nan if any(math.isnan(value) for value in differences) else max(differences)
 
 
 @torch.no_grad()
-def difference_of_kernels(
+def kernel_difference(
     model: LDOSNetwork, task: PointTask, rows: tuple[Tensor, Tensor], dtype: torch.dtype, tiles: Tiles | None = None
 ) -> float:
-    """Largest difference of errors and gradients by `FusedStep` from autograd, relative to the largest entry of each tensor.
-    rows: scaled inputs (n, f) and targets (n, t); dtype: of factors. To be used in precision float32."""
+    """Largest difference of errors and gradients between `FusedStep` and autograd, relative to the largest entry of each
+    tensor. rows: scaled inputs (n, f) and targets (n, t); dtype: of factors. Requires precision float32."""
     reference = RoundedReference(model, task.loss, dtype)
-    batch = packed_rows(rows[0], made_up_targets(reference.outputs(rows[0]), rows[1]))
+    batch = pack_rows(rows[0], synthetic_targets(reference.outputs(rows[0]), rows[1]))
     layout, n = RowLayout(rows[0].shape[1], rows[1].shape[1]), len(rows[0])
     factor = task.slope_factor(n).to(rows[0])
     kernels = FusedGradient(FusedStep(model, task.loss, layout, n, None, dtype, tiles))
@@ -74,9 +75,9 @@ def difference_of_kernels(
     return largest_difference([(errors, expected), *zip(kernels.gradients, reference.gradients)])
 
 
-class RoundedReference(ByAutograd):
-    """Errors and gradients by autograd, of products in float32 whose factors are rounded as `FusedStep` rounds them. dtype: of
-    factors; float32 means tf32. To be used in precision float32."""
+class RoundedReference(AutogradGradient):
+    """Errors and gradients by autograd, for products in float32 whose factors are rounded as in `FusedStep`. dtype: of factors;
+    float32 means tf32. Requires precision float32."""
 
     def __init__(self, model: LDOSNetwork, loss: PointLoss, dtype: torch.dtype) -> None:
         super().__init__(model, loss)
@@ -85,12 +86,12 @@ class RoundedReference(ByAutograd):
 
     @torch.no_grad()
     def follow(self, step: FusedStep, inputs: Tensor, targets: Tensor, factor: Tensor) -> None:
-        """Let relu and leakyrelu take the side that the last call of `step` took, where a value is so near to 0 that the order
-        of a sum decides: a single such point would change its entries of the gradients by much more than rounding."""
+        """Let relu and leakyrelu take the same branch as the last call of `step` where a value is so close to 0 that the order
+        of a sum decides: a single such point would change gradients by much more than rounding."""
         n, last, options = len(inputs), len(self.positive) - 1, self.model.options
-        if options.activation in KNOWN_BY_VALUE:
+        if options.activation in DERIVATIVE_FROM_VALUE:
             self.positive[:last] = [step._values[k + 1][:n, : step.widths[k + 1]] > 0 for k in range(last)]
-        if options.output_activation in KNOWN_BY_VALUE:  # of outputs the kernels keep no more than the slope
+        if options.output_activation in DERIVATIVE_FROM_VALUE:  # for outputs the kernels store only the slope
             outputs = self.outputs(inputs)
             least = 0.1 * (self.loss.slopes(outputs - targets) * factor).abs()
             slopes = step._slopes[last][:n, : step.widths[-1]].to(least.dtype).abs()
@@ -114,7 +115,7 @@ class RoundedReference(ByAutograd):
 
 
 class _Product(torch.autograd.Function):
-    """x (n, k) times weight (m, k) transposed, and its derivatives, of rounded factors."""
+    """x (n, k) times weight (m, k) transposed, and its derivatives, with rounded factors."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, dtype: torch.dtype) -> Tensor:

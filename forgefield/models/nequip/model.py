@@ -62,6 +62,7 @@ class NequIP(SpeciesTerms[NequIPOptions]):
     Options = NequIPOptions
     presets = PRESETS
     ghost_atoms = "exchange"
+    convolves = True
 
     def __init__(
         self,

@@ -10,7 +10,7 @@ import shutil
 import time
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 import torch
@@ -53,6 +53,8 @@ class Circumstances:
     given_denominators: bool = False
     against_graphs: str | None = None
     """Why this training cannot be captured, if it cannot."""
+    c_code: bool = False
+    """Whether the eager engine computes convolutions by compiled C code."""
 
 
 @dataclass(frozen=True)
@@ -62,6 +64,8 @@ class Choice:
     name: str
     derivative: str
     captured: str | None = None
+    c_code: bool = False
+    """Whether convolutions are computed by compiled C code, by the eager engine on a CPU."""
 
     @property
     def compiles(self) -> bool:
@@ -70,7 +74,8 @@ class Choice:
     def __str__(self) -> str:
         inner = f" of the {self.captured} step" if self.captured else ""
         form = "generated kernels" if self.derivative == "kernels" else f"{self.derivative} derivative"
-        return f"{self.name}{inner}, {form}"
+        code = ", convolutions in C" if self.c_code else ""
+        return f"{self.name}{inner}, {form}{code}"
 
 
 def build(choice: Choice, on: Circumstances, device: torch.device) -> Engine:
@@ -194,7 +199,7 @@ def start(choice: Choice, on: Circumstances, batch: Batch) -> Engine:
     engine = build(choice, on, device)
     reference = Engine(on.function("double"), world_size=on.world_size)
     reference.given_denominators = on.given_denominators
-    if choice == Choice("eager", "double") and not engine.function.sums_by_kernels:
+    if choice == Choice("eager", "double") and not engine.function.sums_by_kernels:  # the reference itself
         return engine
     try:
         compared = require_equal(engine, reference, batch, on.tolerance)
@@ -247,7 +252,8 @@ def _verb(choice: Choice) -> str:
 def measure_and_choose(on: Circumstances, batch: Batch) -> tuple[Choice, Engine]:
     """The fastest engine for batches like this one, and the table it was chosen from."""
     device = batch["positions"].device
-    eager = Choice("eager", "double" if on.options.derivative == "auto" else on.options.derivative)
+    derivative = "double" if on.options.derivative == "auto" else on.options.derivative
+    eager = Choice("eager", derivative, c_code=on.c_code)
     engine = start(eager, on, batch)
     seconds = _time(engine, batch)
     whole = None if on.steps is None else on.steps * seconds
@@ -356,8 +362,15 @@ class EngineStarter:
     def _start(
         self, function: Callable[[str], StepFunction], batch: Batch, *, steps: int, against_graphs: str | None
     ) -> tuple[Choice, Engine]:
+        c_code = self._uses_c_code(function("double"))
+
+        def with_c_code(derivative: str) -> StepFunction:
+            step = function(derivative)
+            step.c_code = c_code
+            return step
+
         on = Circumstances(
-            function=function,
+            function=with_c_code,
             options=self.options,
             world_size=self.ranks.world_size,
             steps=steps if steps > 0 else None,
@@ -366,6 +379,7 @@ class EngineStarter:
             notify=self.notify,
             against_graphs=against_graphs,
             given_denominators=self.ranks.world_size > 1 or self.options.memory.split or self.options.memory.parts > 1,
+            c_code=c_code,
         )
         choice = wanted(self.options, can_use_kernels=self._takes_kernels(on, batch))
         engine: Engine | None = None
@@ -375,8 +389,26 @@ class EngineStarter:
             if self.ranks.is_rank_zero:
                 choice, engine = measure_and_choose(on, batch)
             choice = self.ranks.broadcast(choice)
-        chosen: Choice = choice
+        chosen: Choice = replace(choice, c_code=c_code and choice.name == "eager")
         return chosen, self._one_after_another(engine, lambda: start(chosen, on, batch))
+
+    @property
+    def excludes_c_code(self) -> bool:
+        """Whether this run was started without compiled C code, and so is resumed without."""
+        return self.chosen_before is not None and not self.chosen_before.get("c_code", False)
+
+    def _uses_c_code(self, function: StepFunction) -> bool:
+        """Whether convolutions are computed by C code: as in an earlier start of this run, or if all ranks have a compiler."""
+        if not function.may_use_c_code:
+            return False
+        available = all(self.ranks.all_gather(function.convolves_by_c))
+        if self.chosen_before is not None and not available:
+            raise ForgefieldError(
+                "this run was started with convolutions compiled from C, and on at least one rank there is no working C "
+                "compiler now; install one, such as gcc (apt install gcc, conda install gcc), or name it in $CC. To continue "
+                "with PyTorch's operations, which round differently, set training.kernels.edges=false."
+            )
+        return available
 
     def _takes_kernels(self, on: Circumstances, batch: Batch) -> bool:
         """Whether an engine that can use kernels takes them, where the config leaves it open: as an earlier start did."""
@@ -395,6 +427,6 @@ class EngineStarter:
     def check_evaluation(self, engine: Engine, reference: Engine, batch: Batch) -> None:
         """Compare what a validation computes, once."""
         function = engine.function
-        if engine.name != "eager" or function.derivative == "kernels" or function.sums_by_kernels:
+        if engine.name != "eager" or function.derivative == "kernels" or function.uses_edge_kernels:
             with self.compiling():
                 require_equal_evaluation(engine, reference, batch, self.tolerance)

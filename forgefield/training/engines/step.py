@@ -16,6 +16,7 @@ from torch.func import functional_call
 
 from forgefield.data.batch import SHAPES, Batch, Shapes
 from forgefield.kernels.convolution.dispatch import use_edge_operators
+from forgefield.kernels.cpu.convolution import can_use_c
 from forgefield.models.edges import StepMemory
 from forgefield.models.potential import Potential
 from forgefield.ops.execution import KNOTS, execution
@@ -49,7 +50,8 @@ class StepFunction:
 
     errors: says which errors are measured. knots: intervals of the tables that kernels read radial weights from, zero for none;
     storage: what kernels store rows in while gradients are made. edge_kernels: whether sums over edges may go through kernels,
-    for models that have such sums. shapes: of the tensors of a batch.
+    for models that have such sums. c_code: whether convolutions on a CPU use compiled C code where there is a
+    compiler. shapes: of the tensors of a batch.
     """
 
     def __init__(
@@ -62,12 +64,14 @@ class StepFunction:
         knots: int = KNOTS,
         storage: str = "float32",
         edge_kernels: bool = True,
+        c_code: bool = True,
         shapes: Shapes = SHAPES,
     ) -> None:
         if derivative not in DERIVATIVES:
             raise ValueError(f"there is no derivative form '{derivative}'")
         self.potential, self.task, self.errors, self.derivative = potential, task, errors, derivative
         self.shapes, self.knots, self.storage, self.edge_kernels = shapes, knots, storage, edge_kernels
+        self.c_code = c_code
         parameters = dict(potential.named_parameters())
         self.trained = [name for name, parameter in parameters.items() if parameter.requires_grad]
         frozen = [name for name in parameters if name not in set(self.trained)]
@@ -156,7 +160,7 @@ class StepFunction:
     @contextmanager
     def _kernels(self, storage: str) -> Iterator[None]:
         enabled = self.derivative == "kernels"
-        with execution(kernels=enabled, knots=self.knots, storage=storage), self.edge_setting():
+        with execution(kernels=enabled, knots=self.knots, storage=storage, c_code=self.c_code), self.edge_setting():
             yield
 
     def edge_setting(self) -> AbstractContextManager[object]:
@@ -171,6 +175,23 @@ class StepFunction:
             return False
         with self.edge_setting():
             return use_edge_operators(weight)
+
+    @property
+    def may_use_c_code(self) -> bool:
+        """Whether an eager step computes convolutions by compiled C code where there is a compiler."""
+        weight = next(self.potential.parameters(), None)
+        on_cpu = weight is not None and weight.device.type == "cpu"
+        return self.c_code and self.edge_kernels and on_cpu and self.potential.interface.convolves
+
+    @property
+    def convolves_by_c(self) -> bool:
+        """Whether an eager step computes convolutions by compiled C code."""
+        return self.may_use_c_code and can_use_c()
+
+    @property
+    def uses_edge_kernels(self) -> bool:
+        """Whether an eager step uses kernels or C code for sums over edges or convolutions."""
+        return self.sums_by_kernels or self.convolves_by_c
 
     def _with_weights(self, trained: Sequence[Tensor], fixed: Sequence[Tensor], compute: Callable[[], T]) -> T:
         """What `compute` gives while the potential holds these tensors."""

@@ -147,14 +147,19 @@ def moved_labels(batch: Batch, task: Task, share: float = 1.0) -> Batch:
 
 def plain_way(engine: Engine) -> str:
     """What an engine is compared with."""
-    return "plain operations" if engine.function.sums_by_kernels else "the eager engine"
+    return "PyTorch's operations" if _uses_edge_kernels(engine) else "the eager engine"
 
 
 def remedy(engine: Engine) -> str:
     """The setting that leaves out what is most likely at fault where an engine fails."""
     if engine.function.derivative == "kernels":
         return "training.derivative=double"
-    return "training.kernels.edges=false" if engine.function.sums_by_kernels else "training.engine=eager"
+    return "training.kernels.edges=false" if _uses_edge_kernels(engine) else "training.engine=eager"
+
+
+def _uses_edge_kernels(engine: Engine) -> bool:
+    function = engine.function
+    return function.uses_edge_kernels if engine.name == "eager" else function.sums_by_kernels
 
 
 def largest_difference(found: Differentiated, expected: Differentiated, names: Sequence[str]) -> tuple[float, str]:

@@ -17,10 +17,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from forgefield.config.starter import CUTOFFS
 from forgefield.config.typed import select
 from forgefield.data.dataset import GraphDataset
 from forgefield.data.module import FrameData
+from forgefield.data.starter import CUTOFFS
 from forgefield.errors import ForgefieldError
 from forgefield.models.potential import Potential
 from forgefield.parallel.ranks import Ranks

@@ -13,8 +13,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from forgefield.config.diff import ABSENT, Change, format_diff
-from forgefield.config.starter import MODEL
 from forgefield.config.trust import NO_CODE, Trust
+from forgefield.data.starter import MODEL
 from forgefield.errors import ForgefieldError
 from forgefield.models.interface import RegisteredModel
 from forgefield.models.registry import ARCHITECTURES, registered_class

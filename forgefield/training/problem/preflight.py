@@ -40,10 +40,11 @@ def check_settings(config: Config, options: dict[str, Any], ranks: Ranks) -> Non
                 f"model.name={name}: an ASE calculator has no weights that could be trained. `forgefield import ase "
                 f"{config.model['module']} --species ...` makes a run of it, to be tested and compared with trained models."
             )
-        sums_over_edges = issubclass(found, AtomisticModel) and found.sums_over_edges
-        if not config.training.kernels.edges and not sums_over_edges:
+        uses_kernels = issubclass(found, AtomisticModel) and (found.sums_over_edges or found.convolves)
+        if not config.training.kernels.edges and not uses_kernels:
             raise ForgefieldError(
-                f"training.kernels.edges=false: {name} has no sums over edges that use kernels; leave this setting out."
+                f"training.kernels.edges=false: {name} has no sums over edges that use kernels or compiled C code; leave this "
+                "setting out."
             )
     weighting_options(config.training.weighting)
     optimiser = build_optimiser(config.training.optimizer, [nn.Parameter(torch.zeros(2, 2))], lr=config.training.lr)

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from forgefield.errors import ForgefieldError
-from forgefield.ldos.data import PointLoader, StreamLoader, load_points, place_for, split_points
+from forgefield.ldos.data import PointLoader, StreamLoader, choose_location, load_points, split_points
 
 BATCH = 20
 
@@ -156,8 +156,8 @@ def test_an_error_in_a_reading_thread_is_told(table, folder):
 def test_the_fastest_place_that_holds_the_data_is_chosen(table):
     size = table.n_bytes()
     assert size == 353 * 7 * 4
-    assert place_for([table], torch.float32, on_device=2 * size, on_host=10 * size) == "device"
-    assert place_for([table, table], torch.float32, on_device=2 * size, on_host=10 * size) == "memory"
-    assert place_for([table], torch.float64, on_device=None, on_host=2 * size) == "disk"
+    assert choose_location([table], torch.float32, on_device=2 * size, on_host=10 * size) == "device"
+    assert choose_location([table, table], torch.float32, on_device=2 * size, on_host=10 * size) == "memory"
+    assert choose_location([table], torch.float64, on_device=None, on_host=2 * size) == "disk"
     with pytest.raises(ForgefieldError, match=r"data\.batch\.points is 0"):
         PointLoader(load_points(table), 0)

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from forgefield.errors import ForgefieldError
 from forgefield.ldos.data import find_snapshots, split_points
 from forgefield.ldos.data.permutation import Permutation
-from forgefield.ldos.data.windows import ShuffledBlocks
+from forgefield.ldos.data.stream import ShuffledBlocks
 
 
 @given(st.integers(1, 3000), st.integers(0, 2**70), st.integers(0, 50))
@@ -73,7 +73,7 @@ def test_a_split_is_fixed_by_its_seed_and_evenly_drawn():
     assert torch.equal(rows, again.rows(torch.arange(1000)))
     assert (rows == other.rows(torch.arange(1000))).float().mean() < 0.2
     assert torch.bincount(rows % 10, minlength=10).min() > 60  # no offset within a stretch of ten is favoured
-    with pytest.raises(ForgefieldError, match="share of the points between 0 and 1"):
+    with pytest.raises(ForgefieldError, match="fraction of the points between 0 and 1"):
         split_points(100, {"val": 1.5}, 0)
 
 
@@ -81,7 +81,7 @@ def _order(plan, n):
     found, start = [], 0
     for window, end in enumerate(plan.ends):
         room = np.full(end - start, -1)
-        for stretch in plan.stretches(window, 0, 1):
+        for stretch in plan.row_ranges(window, 0, 1):
             room[stretch.at : stretch.at + stretch.stop - stretch.start] = np.arange(stretch.start, stretch.stop)
         found.append(room[plan.buffer_rows(window, range(start, end)).numpy()])
         start = end

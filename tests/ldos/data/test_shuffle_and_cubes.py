@@ -98,8 +98,8 @@ def test_an_xsf_grid_is_cut_where_it_repeats_itself(tmp_path):
         (["data", "cubes", "tmp1.cube", "-o", "a.out.npy", "--units", "1/(eV*B^3)"], "is not a unit of ldos"),
         (["data", "cubes", "tmp1.cube", "odd9.cube", "-o", "a.out.npy"], "level 2, 3, 4, 5, 6, 7, 8 is missing"),
         (["data", "cubes", "odd1.cube", "odd2.cube", "-o", "a.out.npy"], "all levels should be of one calculation"),
-        (["data", "cubes", "cut.cube", "-o", "a.out.npy"], "cut off"),
-        (["data", "cubes", "tmp1.cube", "-o", "a.npz"], "ends so"),
+        (["data", "cubes", "cut.cube", "-o", "a.out.npy"], "truncated"),
+        (["data", "cubes", "tmp1.cube", "-o", "a.npz"], "a name with this ending"),
     ],
 )
 def test_bad_cubes_are_named(tmp_path, monkeypatch, capsys, words, message):

@@ -104,7 +104,7 @@ def _grid_of_info(folder):
     [
         (_grid_of_targets, r"snap0\.in\.npy has a grid of 4 x 5 x 6 points, but .*snap0\.out\.npy has .* 4 x 6 x 5"),
         (_grid_of_info, r"but .*snap0\.info\.json has a grid of 4 x 5 x 7"),
-        (_other_features, r"snap0 has 3 target values a point, snapshot snap2 has 5"),
+        (_other_features, r"snap0 has 3 target values per point, snapshot snap2 has 5"),
         (_fortran, r"Fortran order"),
         (_cut_off, r"cut off"),
         (_whole_numbers, r"real numbers"),
@@ -140,7 +140,7 @@ def test_missing_temperature_is_named(tmp_path):
     (snapshot,) = find_snapshots(str(tmp_path))
     assert snapshot.info.require("electrons").electrons == 4.0
     with pytest.raises(
-        ForgefieldError, match=r"a\.info\.json does not say the temperature, which the band energy needs"
+        ForgefieldError, match=r"a\.info\.json does not state the temperature, which the band energy needs"
     ):
         snapshot.info.require("electrons", "temperature", why="the band energy")
     assert SnapshotInfo().voxel_volume is None

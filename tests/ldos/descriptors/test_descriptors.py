@@ -14,8 +14,7 @@ import torch
 
 from forgefield.errors import ForgefieldError
 from forgefield.ldos.descriptors import DescriptorOptions, make_descriptors, native, require_fitting
-from forgefield.ldos.descriptors.bispectrum import bispectrum_triples
-from forgefield.ldos.descriptors.sphere import SphereHarmonics, quadrature
+from forgefield.ldos.descriptors.bispectrum import SphereHarmonics, bispectrum_triples, quadrature
 from tests.support.snap_oracle import snap_of_point
 
 BE2 = Path(__file__).parents[3].parent / "shared" / "data" / "be2_ldos"
@@ -124,7 +123,7 @@ def test_without_a_compiler_torch_does_it_and_says_so_unless_the_loop_was_asked_
     with caplog.at_level("WARNING"):
         for _ in range(2):
             assert native.triple_sums(triples, torch.float64, required=False) is None
-    assert caplog.text.count("computed by torch alone") == 1
+    assert caplog.text.count("computed by PyTorch") == 1
     assert "install one, such as gcc" in caplog.text
     with pytest.raises(ForgefieldError, match="kernel='compiled' needs a working C compiler"):
         native.triple_sums(triples, torch.float64, required=True)
@@ -151,8 +150,8 @@ def test_a_compiler_that_hangs_is_none(monkeypatch, tmp_path):
     slow.write_text("#!/bin/sh\nexec sleep 20\n")
     slow.chmod(0o755)
     monkeypatch.setenv("CC", str(slow))
-    monkeypatch.setattr(native, "_PATIENCE", 0.2)
-    with pytest.raises(ForgefieldError, match="was not done after"):
+    monkeypatch.setattr(native, "_TIME_LIMIT", 0.2)
+    with pytest.raises(ForgefieldError, match="did not finish within"):
         native.triple_sums(((0, 1, 1),), torch.float64, required=True)
     native._compiled.cache_clear()
 
@@ -293,7 +292,7 @@ def test_structures_and_species_that_do_not_fit_are_refused():
         with pytest.raises(ForgefieldError, match="species"):
             make_descriptors(plain, wrong)
     descriptors = make_descriptors(plain, ["Al"])
-    with pytest.raises(ForgefieldError, match="the structure holds O; these descriptors are made for Al"):
+    with pytest.raises(ForgefieldError, match="the structure contains O; these descriptors are for Al"):
         descriptors.on_grid(CELL, POSITIONS, NUMBERS, True, (2, 2, 2))
     for changed, message in (
         ({"grid_shape": (2, 2)}, "grid_shape"),

@@ -11,16 +11,18 @@ import pytest
 import torch
 
 from forgefield.errors import ForgefieldError
-from forgefield.ldos.electronic.density_energies import DensityEnergies
+from forgefield.ldos.electronic.density_energies import (
+    DensityEnergies,
+    ewald_energy,
+    hartree_energy,
+    pbe_energy_density,
+)
 from forgefield.ldos.electronic.eigenvalues import (
     band_energy_of_eigenvalues,
     dos_of_eigenvalues,
     electrons_of_eigenvalues,
 )
 from forgefield.ldos.electronic.energy_grid import EnergyGrid
-from forgefield.ldos.electronic.ewald import ewald_energy
-from forgefield.ldos.electronic.hartree import hartree_energy
-from forgefield.ldos.electronic.pbe import pbe_energy_density
 from forgefield.ldos.electronic.plane_waves import PlaneWaves
 from forgefield.ldos.electronic.total_energy import total_energy
 from forgefield.ldos.electronic.upf import read_pseudopotentials, read_upf
@@ -252,7 +254,7 @@ def test_wrong_input_is_named(tmp_path):
     potentials = read_pseudopotentials(tmp_path, ["Al"])
     with pytest.raises(ForgefieldError, match="made for the functional 'SLA PW NOGX NOGC'"):
         DensityEnergies(torch.eye(3) * 4, torch.zeros(1, 3), [13], potentials, (8, 8, 8))
-    with pytest.raises(ForgefieldError, match=r"no pseudopotential of Al was given \(there are: Be\)"):
+    with pytest.raises(ForgefieldError, match=r"there is no pseudopotential for Al \(available: Be\)"):
         small_cell(tmp_path, numbers=(4, 13))
     with pytest.raises(ForgefieldError, match=r"calculation has 6 electrons.*Be: 2\) give 4"):
         small_cell(tmp_path, electrons=6)
@@ -261,7 +263,7 @@ def test_wrong_input_is_named(tmp_path):
     energies = small_cell(tmp_path)
     with pytest.raises(ForgefieldError, match="does not fit the grid"):
         energies.hartree(torch.ones(5, 6, 6))
-    with pytest.raises(ForgefieldError, match="density holds 32.64 electrons"):
+    with pytest.raises(ForgefieldError, match="density has 32.64 electrons"):
         energies.check_electrons(torch.ones(6, 6, 6))
-    with pytest.raises(ForgefieldError, match="atoms 0 and 1 are at the same place"):
+    with pytest.raises(ForgefieldError, match="atoms 0 and 1 have the same position"):
         ewald_energy(torch.eye(3) * 4, torch.zeros(2, 3), torch.ones(2))

@@ -14,10 +14,10 @@ from scipy.optimize import bisect
 from scipy.special import expit, spence, xlogy
 
 from forgefield.errors import ForgefieldError
+from forgefield.ldos.data.units import check_electrons, likely_unit_factor
 from forgefield.ldos.electronic import fermi as physics
 from forgefield.ldos.electronic.energy_grid import EnergyGrid
 from forgefield.ldos.electronic.polylog import polylogarithms
-from forgefield.ldos.electronic.unit_guess import check_electrons, likely_unit_factor
 from forgefield.physics.units import BOHR, BOLTZMANN, RYDBERG
 from tests.support.helpers import SHARED_DATA
 

@@ -136,7 +136,7 @@ def test_a_model_of_densities_needs_no_temperature_and_has_no_energy(tmp_path):
     found = ElectronModel(made)(structure())
     assert found.density.shape == (6, 6, 8)
     assert (found.free_energy, found.dos) == (None, None)
-    with pytest.raises(ForgefieldError, match="no LDOS"):
+    with pytest.raises(ForgefieldError, match="not an LDOS"):
         Calculator(made)
 
 
@@ -150,17 +150,17 @@ def aluminium() -> Atoms:
     ("facts", "settings", "atoms", "temperature", "words"),
     [
         ({}, {}, structure(), None, "temperature of the electrons is missing.*had 500 K"),
-        ({}, {}, structure(), -3.0, "no temperature"),
-        ({}, {"electrons": 4}, aluminium(), 300, "holds Al, which run be was not trained on; it knows Be"),
-        ({"descriptors": None}, {}, structure(), 300, "does not say how its descriptors were made"),
+        ({}, {}, structure(), -3.0, "-3.0 is not valid"),
+        ({}, {"electrons": 4}, aluminium(), 300, "contains Al, on which run be was not trained; it supports Be"),
+        ({"descriptors": None}, {}, structure(), 300, "does not state how its descriptors were computed"),
         (
             {"descriptors": {"twojmax": 4}},
             {"electrons": 4},
             structure(),
             300,
-            "makes 14 columns, and its network reads 5",
+            "produces 14 columns, but its network expects 5",
         ),
-        ({}, {}, structure(), 300, "electrons Be2 has is not known.*--pseudopotentials"),
+        ({}, {}, structure(), 300, "number of electrons of Be2 is unknown.*--pseudopotentials"),
         ({}, {"pseudopotentials": "nowhere"}, structure(), 300, "no pseudopotential of Be in nowhere"),
         ({"calculation": {}}, {"electrons": 4}, structure(), 300, "--grid 18 18 27"),
         ({}, {"grid": (4, 4)}, structure(), 300, "three whole numbers"),
@@ -177,7 +177,7 @@ def test_without_pseudopotentials_there_is_a_band_energy_and_no_free_energy(tmp_
     made = make_run(tmp_path, calculation={"spacing": [0.4] * 3, "electrons_per_atom": 2.0})
     atoms = structure()
     atoms.calc = Calculator(made, temperature=600.0)
-    with pytest.raises(ForgefieldError, match=r"no free energy: run be keeps no pseudopotentials.*band_energy"):
+    with pytest.raises(ForgefieldError, match=r"not available: run be contains no pseudopotentials.*band_energy"):
         atoms.get_potential_energy()
     assert np.isfinite(atoms.calc.get_property("band_energy", atoms))
     negative = ElectronModel(make_run(tmp_path, "zero", negative="zero", calculation=made.info["calculation"]))

@@ -13,7 +13,7 @@ from forgefield.ldos.training import engines, fused
 from forgefield.ldos.training.blocks import Block
 from forgefield.ldos.training.engines import EagerEngine, GraphsEngine
 from forgefield.ldos.training.fused import FusedGradient, FusedStep, adam_of, rounded_to_tf32, tiles_for
-from forgefield.ldos.training.gradient import Written
+from forgefield.ldos.training.gradient import ManualGradient
 from forgefield.ops.execution import products_in
 from forgefield.training.optim.averages import WeightAverage
 from forgefield.training.optim.update import Update
@@ -34,13 +34,13 @@ def test_kernels_give_the_gradients_that_are_written_out(activation, dtype):
     """Short batch, weighted levels, an activation on the outputs, and each loss in turn."""
     number = sorted(ACTIVATIONS).index(activation)
     how = task(("mse", "mae", "huber")[number % 3], [1.0, 2, 0, 1, 1, 0.5, 1])
-    model, kept = network(activation, activation if number % 2 else None), Rows(90)
+    model, resident = network(activation, activation if number % 2 else None), Rows(90)
     weight = torch.ones(90, device=DEVICE)
     weight[70:] = 0
     factor = 100 * how.slope_factor(70).to(DEVICE, torch.float32)  # far from the least numbers of float16
-    batch = kept.layout.split(kept.rows)
-    kernels = FusedGradient(FusedStep(model, how.loss, kept.layout, 90, None, dtype, SMALL))
-    written = Written(model, how.loss)
+    batch = resident.layout.split(resident.rows)
+    kernels = FusedGradient(FusedStep(model, how.loss, resident.layout, 90, None, dtype, SMALL))
+    written = ManualGradient(model, how.loss)
     with products_in(dtype if dtype == LOW else None):
         expected = written(*batch, factor, weight)
     rough = dtype == LOW or DEVICE == "cuda"
@@ -53,10 +53,10 @@ def test_kernels_give_the_gradients_that_are_written_out(activation, dtype):
 @pytest.mark.parametrize("activation", ["relu", "softplus", "elu"])
 def test_a_value_that_is_no_number_is_seen_in_the_loss_and_in_the_gradients(activation, loss):
     """Where an input is NaN, behind an activation on the outputs too."""
-    model, how, kept = network(activation, activation, hidden=(20, 20)), task(loss), Rows(20)
-    kept.rows[3, 2] = torch.nan
-    step = FusedGradient(FusedStep(model, how.loss, kept.layout, 20, None, torch.float32, SMALL))
-    errors = step(*kept.layout.split(kept.rows), how.slope_factor(20).to(DEVICE, torch.float32), None)
+    model, how, resident = network(activation, activation, hidden=(20, 20)), task(loss), Rows(20)
+    resident.rows[3, 2] = torch.nan
+    step = FusedGradient(FusedStep(model, how.loss, resident.layout, 20, None, torch.float32, SMALL))
+    errors = step(*resident.layout.split(resident.rows), how.slope_factor(20).to(DEVICE, torch.float32), None)
     assert errors.isnan().all()
     assert all(gradient.isnan().any() for gradient in step.gradients)
 
@@ -66,7 +66,7 @@ def test_a_value_that_is_no_number_is_seen_in_the_loss_and_in_the_gradients(acti
 def test_captured_blocks_of_fused_steps_take_the_steps_of_the_eager_engine(optimiser, dtype, monkeypatch):
     """Rates that change, a weight average, blocks of several lengths, a short last batch, a count of steps that goes on, and
     the gradients of the last step where they are looked for."""
-    monkeypatch.setattr(engines, "factors_now", lambda: dtype)
+    monkeypatch.setattr(engines, "current_factor_dtype", lambda: dtype)
     monkeypatch.setitem(fused.TILES, dtype, (SMALL,))
     made = {
         "adam": lambda p: torch.optim.Adam(p, lr=0.1, weight_decay=0.01),
@@ -78,11 +78,11 @@ def test_captured_blocks_of_fused_steps_take_the_steps_of_the_eager_engine(optim
         pytest.skip("cannot be captured")
     ends = []
     for captured in (0, 8):
-        model, how, kept = network(hidden=(20,)), task("mse"), Rows(50)
+        model, how, resident = network(hidden=(20,)), task("mse"), Rows(50)
         clip = (0.01 if optimiser == "clipped" else None, "norm")
         groups = [{"params": list(model.weights)}, {"params": list(model.biases)}]
         update = Update(made(groups), WeightAverage(model, 0.9), clip=clip, reduce=None)
-        engine = EagerEngine(model, how, Written(model, how.loss), update, kept=kept)  # type: ignore[arg-type]
+        engine = EagerEngine(model, how, ManualGradient(model, how.loss), update, resident=resident)  # type: ignore[arg-type]
         rates = iter([[0.01 / (n + 1), 0.02] for n in range(100)])
         engine = GraphsEngine(engine, captured, 6, fuses=True) if captured else engine
         places = torch.randperm(50, generator=torch.Generator().manual_seed(2))
@@ -106,9 +106,9 @@ def test_captured_blocks_of_fused_steps_take_the_steps_of_the_eager_engine(optim
 
 def test_factors_of_tf32_are_rounded_to_the_nearest():
     """Where they are stored: inputs, weights, values, slopes and their transposes have no bits below those of tf32."""
-    model, how, kept = network(), task("mse"), Rows(20)
-    step = FusedStep(model, how.loss, kept.layout, 20, None, torch.float32, replace(SMALL, rounds=True))
-    FusedGradient(step)(*kept.layout.split(kept.rows), how.slope_factor(20).to(DEVICE, torch.float32), None)
+    model, how, resident = network(), task("mse"), Rows(20)
+    step = FusedStep(model, how.loss, resident.layout, 20, None, torch.float32, replace(SMALL, rounds=True))
+    FusedGradient(step)(*resident.layout.split(resident.rows), how.slope_factor(20).to(DEVICE, torch.float32), None)
     for plain, turned in (
         (step._values, step._values_t),
         (step._slopes, step._slopes_t),
@@ -117,7 +117,7 @@ def test_factors_of_tf32_are_rounded_to_the_nearest():
         for matrix, transpose in zip(plain, turned, strict=True):
             assert not (matrix.view(torch.int32) & 0x1FFF).any()
             assert torch.equal(matrix, transpose.t())
-    inputs = kept.layout.split(kept.rows)[0]
+    inputs = resident.layout.split(resident.rows)[0]
     assert torch.equal(step._values[0][:20, :11], rounded_to_tf32(inputs))
     assert float((step._values[0][:20, :11] / inputs - 1).abs().max()) <= 2**-11
     odd = torch.tensor([1 + 2**-11, 1 + 2**-12, -1 - 2**-11, 0.0, torch.inf])
@@ -137,10 +137,10 @@ def test_smaller_gpus_get_smaller_tiles(room, depths, monkeypatch):
 
 
 def test_an_optimiser_that_does_more_than_adam_is_left_to_torch():
-    model, how, kept = network(), task("mse"), Rows(20)
+    model, how, resident = network(), task("mse"), Rows(20)
     for options, clip in (({"amsgrad": True}, None), ({"maximize": True}, None), ({}, 1.0)):
         update = Update(torch.optim.Adam(model.parameters(), **options), None, clip=(clip, "norm"), reduce=None)
-        engine = EagerEngine(model, how, Written(model, how.loss), update, kept=kept)  # type: ignore[arg-type]
+        engine = EagerEngine(model, how, ManualGradient(model, how.loss), update, resident=resident)  # type: ignore[arg-type]
         assert adam_of(update) is None  # no state yet
         engine.run(Block([20], [20], torch.arange(20, device=DEVICE)[None], None), 0, lambda: [0.001])
         assert adam_of(update) is None

@@ -12,8 +12,8 @@ from forgefield.ldos.training import engines
 from forgefield.ldos.training.blocks import Block
 from forgefield.ldos.training.data import RowLayout
 from forgefield.ldos.training.engines import EagerEngine, GraphsEngine
-from forgefield.ldos.training.gradient import ByAutograd, Written
-from forgefield.ldos.training.terms import TermGradient
+from forgefield.ldos.training.gradient import AutogradGradient, ManualGradient
+from forgefield.ldos.training.snapshots import TermGradient
 from forgefield.ops.execution import products_in
 from forgefield.parallel.ranks import single_process
 from forgefield.training.optim.averages import WeightAverage
@@ -30,7 +30,7 @@ def test_written_gradients_are_those_of_autograd(activation, loss):
     weight = torch.ones(13, dtype=DTYPE)
     weight[9:] = 0
     factor = how.slope_factor(9)
-    written, reference = Written(model, how.loss), ByAutograd(model, how.loss)
+    written, reference = ManualGradient(model, how.loss), AutogradGradient(model, how.loss)
     by_level = written(x, y, factor, weight)
     torch.testing.assert_close(by_level, reference(x[:9], y[:9], factor, None), rtol=1e-12, atol=1e-14)
     for mine, other in zip(written.gradients, reference.gradients):
@@ -40,13 +40,13 @@ def test_written_gradients_are_those_of_autograd(activation, loss):
 def test_what_is_compiled_is_one_graph_for_each_shape_and_precision():
     """Without calls of `product`, on which torch's compiler gives up; weights are read as they are at each call."""
     model, how, graphs = network("relu", dtype=torch.float32), task(), []
-    compiled = ByAutograd(model, how.loss, lambda graph: graphs.append(graph) or graph)
+    compiled = AutogradGradient(model, how.loss, lambda graph: graphs.append(graph) or graph)
     x, y = (values.float() for values in rows(13))
     factor, weight = how.slope_factor(13).float(), torch.ones(13)
     for turn in range(2):
         for dtype in (None, torch.bfloat16):
             for given in (None, weight):
-                plain = ByAutograd(model, how.loss)
+                plain = AutogradGradient(model, how.loss)
                 with products_in(dtype):
                     by_level, expected = (step(x, y, factor, given) for step in (compiled, plain))
                 torch.testing.assert_close(by_level, expected)
@@ -59,11 +59,11 @@ def test_what_is_compiled_is_one_graph_for_each_shape_and_precision():
 def test_the_loss_is_the_plain_mean_of_squared_scaled_errors():
     model, how = network(), task()
     x, y = rows(13)
-    by_level = Written(model, how.loss)(x, y, how.slope_factor(13), None)
+    by_level = ManualGradient(model, how.loss)(x, y, how.slope_factor(13), None)
     expected = torch.nn.functional.mse_loss(model.network(x), y)
     assert how.report(*how.sums(by_level, 13)) == pytest.approx(float(expected.detach()), rel=1e-12)
     (expected_gradient,) = torch.autograd.grad(expected, [model.weights[0]])
-    written = Written(model, how.loss)
+    written = ManualGradient(model, how.loss)
     written(x, y, how.slope_factor(13), None)
     torch.testing.assert_close(written.gradients[0], expected_gradient, rtol=1e-11, atol=1e-14)
 
@@ -88,7 +88,7 @@ class OneSnapshot:
         self.rows = self
         self._inputs = inputs
         self.facts = [self]
-        self.stretch = (0, len(inputs))
+        self.point_range = (0, len(inputs))
         self.n_points, self.voxel_volume = len(inputs), reference.voxel_volume
         for name in ("electrons", "temperature", "n_atoms"):
             setattr(self, name, getattr(reference, name))
@@ -125,12 +125,12 @@ def test_every_term_goes_through_all_snapshots_however_often_it_comes():
     training = OneSnapshot(x, SnapshotReference(torch.ones(7), FERMI, 0.8, 1.1, TEMPERATURE, 2, 0.1))
     training.facts *= 2
     adder = TermGradient(model, how, training, single_process())  # type: ignore[arg-type]
-    turns = [adder._snapshots(how.due(step), step) for step in range(0, 8, 2)]
+    turns = [adder._terms_by_snapshot(how.due(step), step) for step in range(0, 8, 2)]
     assert turns == [{0: ["dos", "band_energy"]}, {1: ["dos"]}, {0: ["dos"], 1: ["band_energy"]}, {1: ["dos"]}]
 
 
 class Rows:
-    """Stands for `KeptRows`."""
+    """Stands for `ResidentRows`."""
 
     def __init__(self, n: int) -> None:
         self.layout = RowLayout(3, 7)
@@ -144,11 +144,11 @@ def test_blocks_of_captured_steps_take_the_steps_of_the_eager_engine(optimiser):
     """What is captured on a GPU, made one after the other here: any block length, a short last batch, rates that change."""
     ends = []
     for captured in (0, 1, 3, 8):
-        model, how, kept = network("relu"), task("huber"), Rows(50)
+        model, how, resident = network("relu"), task("huber"), Rows(50)
         update = Update(
             optimiser(model.parameters(), lr=0.1), WeightAverage(model, 0.9), clip=(0.5, "norm"), reduce=None
         )
-        engine = EagerEngine(model, how, Written(model, how.loss), update, kept=kept)  # type: ignore[arg-type]
+        engine = EagerEngine(model, how, ManualGradient(model, how.loss), update, resident=resident)  # type: ignore[arg-type]
         engine = GraphsEngine(engine, captured, 6) if captured else engine
         rates = iter([[0.1 / (n + 1)] for n in range(100)])
         places = torch.randperm(50, generator=torch.Generator().manual_seed(2))
@@ -169,12 +169,12 @@ def test_blocks_of_captured_steps_take_the_steps_of_the_eager_engine(optimiser):
 @pytest.mark.parametrize("chosen", [True, False])
 def test_a_resumed_run_captures_the_kind_of_steps_that_it_began_with(chosen, monkeypatch):
     made = []
-    monkeypatch.setattr(engines, "factors_now", lambda: torch.float32)
-    monkeypatch.setattr(GraphsEngine, "_make", lambda self, length, rates: made.append(self._fused is not None))
-    model, how, kept = network("relu", dtype=torch.float32), task(), Rows(50)
-    kept.rows = kept.rows.float()
+    monkeypatch.setattr(engines, "current_factor_dtype", lambda: torch.float32)
+    monkeypatch.setattr(GraphsEngine, "_execute", lambda self, length, rates: made.append(self._fused is not None))
+    model, how, resident = network("relu", dtype=torch.float32), task(), Rows(50)
+    resident.rows = resident.rows.float()
     update = Update(torch.optim.Adam(model.parameters()), None, clip=(None, "norm"), reduce=None)
-    inner = EagerEngine(model, how, Written(model, how.loss), update, kept=kept)  # type: ignore[arg-type]
+    inner = EagerEngine(model, how, ManualGradient(model, how.loss), update, resident=resident)  # type: ignore[arg-type]
     engine = GraphsEngine(inner, 4, 6, fuses=True, choices={"float32": chosen})
     engine.run(Block([6] * 5, [6] * 5, torch.arange(30).view(5, 6), None), 0, lambda: [0.1])
     assert made == [chosen]

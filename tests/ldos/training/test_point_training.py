@@ -16,8 +16,8 @@ from forgefield.cli import main
 from forgefield.config.loading import load_config
 from forgefield.errors import ForgefieldError
 from forgefield.ldos.electronic.fermi import band_energy, dos_of_ldos, fermi_energy
-from forgefield.ldos.training import start
-from forgefield.ldos.training.start import EngineMaker
+from forgefield.ldos.training import engine_choice
+from forgefield.ldos.training.engine_choice import EngineBuilder
 from tests.support.helpers import SHARED_DATA
 from tests.support.snapshots import ENERGIES, GRID, TEMPERATURE, point_config, write_snapshot
 from tests.support.train_many import train_only
@@ -115,7 +115,7 @@ REFUSED = [
     ({"task": {"energy": {}}}, "unknown key 'task.energy'"),
     ({"data": {"cutoff": 4.0}}, "'data.cutoff' does not apply to grid points (data.points); the radius of descriptors"),
     ({"data": {"batch": {"frames": 4}}}, "a batch is counted in points: data.batch.points"),
-    ({"data": {"points": {"energies": None}}}, "which energies do the levels of the LDOS stand for?"),
+    ({"data": {"points": {"energies": None}}}, "the energies of the levels of the LDOS"),
     (
         {"data": {"points": {"energies": {"first": -4.0, "spacing": 2.0, "levels": 6}}}},
         "6 levels, but the target files have 7",
@@ -126,7 +126,7 @@ REFUSED = [
     ),
     (
         {"data": {"points": {"energies": ENERGIES, "descriptors": {"twojmax": 4}}}},
-        "makes 14 columns, and the inputs of data.train have 6",
+        "produces 14 columns, but the inputs of data.train have 6",
     ),
     ({"model": {"name": "nequip"}}, "for grid points (data.points) it is ldos"),
     ({"model": {"name": "ldos", "activation": "rellu"}}, "Did you mean 'relu'?"),
@@ -134,14 +134,14 @@ REFUSED = [
     ({"task": {"ldos": {}, "observables": {"metrics": ["band_enrgy"]}}}, "Did you mean 'band_energy'?"),
     (
         {"task": {"ldos": {}, "observables": {"every": 2}}, "training": {"monitor": "val/density_mae"}},
-        "val/density_mae is watched and so needed at every validation",
+        "val/density_mae is monitored and needed at every validation",
     ),
-    ({"task": {"ldos": {}, "dos": {}}, "data": {"val": 0.2}}, "task.dos is a term on whole snapshots"),
-    ({"task": {"ldos": {}, "observables": {}}, "data": {"val": 0.2}}, "task.observables needs whole snapshots"),
+    ({"task": {"ldos": {}, "dos": {}}, "data": {"val": 0.2}}, "task.dos is a term for complete snapshots"),
+    ({"task": {"ldos": {}, "observables": {}}, "data": {"val": 0.2}}, "task.observables needs complete snapshots"),
     ({"training": {"engine": "graphs"}}, "CUDA graphs need an NVIDIA GPU"),
     (
         {"task": {"ldos": {"weight": 0}, "dos": {}}},
-        "val/loss holds no term on snapshots: it would always be 0; set training.monitor, for example val/band_energy_mae",
+        "val/loss has no terms for snapshots: it would always be 0; set training.monitor, for example val/band_energy_mae",
     ),
     ({"training": {"accumulate": 2}}, "a step of several batches is one of a larger data.batch.points"),
     ({"training": {"monitor": "val/total_energy_mae"}}, "is not a metric of this run"),
@@ -160,9 +160,9 @@ def test_points_one_by_one_are_refused_for_captured_steps(tmp_path):
     training = {"engine": "graphs", "graphs": {"compiled": False}}
     config = load_config(point_config(tmp_path, data={"fast": False}, training=training))
     with pytest.raises(ForgefieldError, match="training.engine=graphs: data.fast=false is for engine eager or compile"):
-        EngineMaker.refuse(config, torch.device("cuda"), 1)
+        EngineBuilder.refuse(config, torch.device("cuda"), 1)
     config.data.fast = True
-    EngineMaker.refuse(config, torch.device("cuda"), 1)
+    EngineBuilder.refuse(config, torch.device("cuda"), 1)
 
 
 @pytest.mark.parametrize("keep", ["memory", "disk"])
@@ -178,7 +178,7 @@ def test_a_compiled_step_is_compared_in_the_form_in_which_it_is_used(keep, tmp_p
         return made
 
     monkeypatch.setattr(torch, "compile", compile_)
-    monkeypatch.setattr(start, "why_not", lambda name, device: None)
+    monkeypatch.setattr(engine_choice, "why_not", lambda name, device: None)
     train_only(
         point_config(tmp_path, data={"points": {"energies": ENERGIES, "keep": keep}}, training={"engine": "compile"})
     )
@@ -207,7 +207,7 @@ def test_data_info_tells_what_a_snapshot_holds(tmp_path, capsys):
     assert "targets 7 columns, ldos" in out
     assert "atoms Be2" in out
     assert main(["data", "info", str(source), "--energy-unit", "Ha"]) == 2
-    assert "--energy-unit is about frames" in capsys.readouterr().err
+    assert "--energy-unit applies to frames" in capsys.readouterr().err
 
 
 def test_settings_of_points_are_refused_without_points():
@@ -220,7 +220,11 @@ def test_settings_of_points_are_refused_without_points():
 
 BAD_SNAPSHOTS = {
     "unit": ({}, {"data": {"points": {"units": "1/(eV*Bohr^3)"}}}, r"set units: 1/\(eV\*A\^3\)"),
-    "temperature": ({"temperature": None}, {}, "does not say the temperature, which band_energy of snapshot s2 needs"),
+    "temperature": (
+        {"temperature": None},
+        {},
+        "does not state the temperature, which band_energy of snapshot s2 needs",
+    ),
     "fermi": ({"number_of_electrons_exact": 40.0, "fermi_energy_dft": None}, {}, "outside the energy grid"),
 }
 

@@ -14,19 +14,19 @@ from forgefield.errors import ForgefieldError
 from forgefield.ldos.model import LDOSNetwork
 from forgefield.ldos.training import engines
 from forgefield.ldos.training.blocks import Block
+from forgefield.ldos.training.engine_choice import EngineBuilder, schedule_capture_obstacle
 from forgefield.ldos.training.engines import EagerEngine, GraphsEngine
 from forgefield.ldos.training.executor import PointsExecutor
-from forgefield.ldos.training.fused import FusedGradient, FusedStep, why_not_fused
-from forgefield.ldos.training.gradient import ByAutograd, Written
+from forgefield.ldos.training.fused import FusedGradient, FusedStep, fused_obstacle
+from forgefield.ldos.training.gradient import AutogradGradient, ManualGradient
 from forgefield.ldos.training.reference import (
     TOLERANCES,
     RoundedReference,
-    difference_of_kernels,
+    kernel_difference,
     largest_difference,
-    made_up_targets,
-    packed_rows,
+    pack_rows,
+    synthetic_targets,
 )
-from forgefield.ldos.training.start import EngineMaker, why_no_captured_schedule
 from forgefield.ops.execution import products_in
 from forgefield.training.optim.update import Update
 from tests.support.fused_points import DEVICE, LOW, RUNS, SMALL, Rows, network
@@ -63,18 +63,18 @@ def test_kernels_pass_with_weights_of_any_stage_of_a_training(activation, output
     model, inputs, targets = trained(activation, output)
     how = task("mse")
     for dtype in (torch.float32, LOW):
-        assert difference_of_kernels(model, how, (inputs, targets), dtype, NEAREST) < 0.5 * TOLERANCES[dtype]
-    batch, factor = packed_rows(inputs, targets), how.slope_factor(90).to(DEVICE, torch.float32)
+        assert kernel_difference(model, how, (inputs, targets), dtype, NEAREST) < 0.5 * TOLERANCES[dtype]
+    batch, factor = pack_rows(inputs, targets), how.slope_factor(90).to(DEVICE, torch.float32)
     kernels = FusedGradient(FusedStep(model, how.loss, Rows(1).layout, 90, None, torch.float32, NEAREST))
-    plain = ByAutograd(model, how.loss)
+    plain = AutogradGradient(model, how.loss)
     pairs = [(kernels(*batch, factor, None), plain(*batch, factor, None)), *zip(kernels.gradients, plain.gradients)]
     assert largest_difference(pairs) > 2 * TOLERANCES[torch.float32]
 
 
 @by_kernels
 def test_a_kernel_that_leaves_something_out_is_found(monkeypatch):
-    model, kept = network("relu"), Rows(90)
-    rows = kept.layout.split(kept.rows)
+    model, resident = network("relu"), Rows(90)
+    rows = resident.layout.split(resident.rows)
     taken = FusedStep.refresh
 
     def without_a_row(step: FusedStep) -> None:
@@ -82,33 +82,33 @@ def test_a_kernel_that_leaves_something_out_is_found(monkeypatch):
         step._copies[1][3] = 0  # one of 70 units stays silent
 
     monkeypatch.setattr(FusedStep, "refresh", without_a_row)
-    assert difference_of_kernels(model, task("mse"), rows, torch.float32, NEAREST) > 10 * TOLERANCES[torch.float32]
+    assert kernel_difference(model, task("mse"), rows, torch.float32, NEAREST) > 10 * TOLERANCES[torch.float32]
 
 
 def test_the_reference_rounds_as_products_in_bfloat16_do_and_another_order_of_sums_is_within_the_tolerance():
-    model, how, kept = network("silu"), task("huber", [1.0, 2, 0, 1, 1, 0.5, 1]), Rows(90)
-    inputs, targets = kept.layout.split(kept.rows)
+    model, how, resident = network("silu"), task("huber", [1.0, 2, 0, 1, 1, 0.5, 1]), Rows(90)
+    inputs, targets = resident.layout.split(resident.rows)
     factor = how.slope_factor(90).to(DEVICE, torch.float32)
     reference = RoundedReference(model, how.loss, torch.bfloat16)
-    targets = made_up_targets(reference.outputs(inputs).detach(), targets)
+    targets = synthetic_targets(reference.outputs(inputs).detach(), targets)
     expected = reference(inputs, targets, factor, None)
-    written, around = Written(model, how.loss), torch.arange(89, -1, -1, device=DEVICE)
+    written, around = ManualGradient(model, how.loss), torch.arange(89, -1, -1, device=DEVICE)
     with products_in(torch.bfloat16):
         errors = written(inputs[around], targets[around], factor, None)
     pairs = [(errors, expected), *zip(written.gradients, reference.gradients)]
     assert largest_difference(pairs) < 0.1 * TOLERANCES[torch.bfloat16]
-    plain = ByAutograd(model, how.loss)
+    plain = AutogradGradient(model, how.loss)
     plain(inputs, targets, factor, None)
     assert largest_difference(zip(reference.gradients, plain.gradients)) > 1e-4  # factors are rounded at all
 
 
 def test_targets_are_made_up_with_residuals_as_large_as_targets_vary():
     outputs, targets = torch.randn(50, 7), 3 * torch.randn(50, 7)
-    made = made_up_targets(outputs, targets)
+    made = synthetic_targets(outputs, targets)
     sizes = (outputs - made).abs() / targets.std(correction=0)
     assert 0.49 < float(sizes.min()) < float(sizes.max()) < 1.51
-    assert torch.equal(made, made_up_targets(outputs, targets))
-    assert float((outputs - made_up_targets(outputs, torch.ones(50, 7))).abs().min()) > 0.4
+    assert torch.equal(made, synthetic_targets(outputs, targets))
+    assert float((outputs - synthetic_targets(outputs, torch.ones(50, 7))).abs().min()) > 0.4
     assert largest_difference([(torch.ones(2), torch.ones(2)), (torch.tensor([torch.nan]), torch.ones(1))]) != 0
 
 
@@ -117,8 +117,8 @@ def test_batches_whose_places_need_more_than_32_bits_are_left_to_torch(monkeypat
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
     model = SimpleNamespace(dtype=torch.float32, weights=[_on_a_gpu(weight) for weight in model.weights])
     most = 2**31 // 256
-    assert "32 bits" not in (why_not_fused(model, "tf32", most - 128) or "")  # type: ignore[arg-type]
-    assert "32 bits" in why_not_fused(model, "tf32", most - 127)  # type: ignore[arg-type, operator]
+    assert "32 bits" not in (fused_obstacle(model, "tf32", most - 128) or "")  # type: ignore[arg-type]
+    assert "32 bits" in fused_obstacle(model, "tf32", most - 127)  # type: ignore[arg-type, operator]
 
 
 def _on_a_gpu(weight: torch.Tensor) -> SimpleNamespace:
@@ -126,9 +126,9 @@ def _on_a_gpu(weight: torch.Tensor) -> SimpleNamespace:
 
 
 def graphs_engine(optimiser: Callable[..., torch.optim.Optimizer] = torch.optim.Adam, **options) -> GraphsEngine:
-    model, how, kept = network(hidden=(20,)), task("mse"), Rows(50)
+    model, how, resident = network(hidden=(20,)), task("mse"), Rows(50)
     update = Update(optimiser(model.parameters(), lr=0.1), None, clip=(None, "norm"), reduce=None)
-    inner = EagerEngine(model, how, Written(model, how.loss), update, kept=kept)  # type: ignore[arg-type]
+    inner = EagerEngine(model, how, ManualGradient(model, how.loss), update, resident=resident)  # type: ignore[arg-type]
     return GraphsEngine(inner, 4, 10, **options)
 
 
@@ -143,25 +143,25 @@ def test_kernels_that_cannot_be_timed_leave_everything_as_it_was_to_torch(monkey
     before = [p.detach().clone() for p in engine.inner.model.parameters()]
 
     def breaks(engine: GraphsEngine, length: int) -> None:
-        with engine._nothing_changed():
+        with engine._state_restored():
             for parameter in engine.inner.model.parameters():
                 parameter.data.zero_()
             raise RuntimeError("out of resources")
 
     monkeypatch.setattr(GraphsEngine, "_capture", breaks)
-    monkeypatch.setattr(engines, "factors_now", lambda: torch.float32)
+    monkeypatch.setattr(engines, "current_factor_dtype", lambda: torch.float32)
     engine._captures = True
     engine._choose(4)
     assert engine._fused is None
     assert engine.choices == {"float32": False}
-    assert said == ["Own kernels do not run here (RuntimeError: out of resources); steps of torch are used."]
+    assert said == ["Fused kernels do not run here (RuntimeError: out of resources); PyTorch's steps are used."]
     assert all(torch.equal(p, old) for p, old in zip(engine.inner.model.parameters(), before))
 
 
 @by_kernels
 def test_gradients_are_found_where_a_replay_left_them(monkeypatch):
     """A replay binds nothing; the step before it, of a term on snapshots, may have bound other tensors."""
-    monkeypatch.setattr(engines, "factors_now", lambda: torch.float32)
+    monkeypatch.setattr(engines, "current_factor_dtype", lambda: torch.float32)
     engine = graphs_engine(fuses=True, optimiser=partial(torch.optim.SGD, momentum=0.5))
     engine.run(block(1), 0, lambda: [0.1])
     steps, parameters = GraphsEngine._steps, list(engine.inner.model.parameters())
@@ -192,7 +192,7 @@ def test_schedulers_that_change_betas_are_refused_for_captured_steps(name, optio
         data=SimpleNamespace(fast=None),
     )
     session = SimpleNamespace(ranks=SimpleNamespace(world_size=1))
-    maker = EngineMaker(config, session, None, 4, None)  # type: ignore[arg-type]
+    maker = EngineBuilder(config, session, None, 4, None)  # type: ignore[arg-type]
     made = scheduler(name, **options)
     module = SimpleNamespace(
         trainer=SimpleNamespace(optimizers=[made.optimizer]), device=torch.device("cuda"), schedule={"scheduler": made}
@@ -203,7 +203,7 @@ def test_schedulers_that_change_betas_are_refused_for_captured_steps(name, optio
     assert maker._choice(module) == ("eager", False)
     module.schedule = {"scheduler": scheduler(name, **options, cycle_momentum=False)}
     assert maker._choice(module) == ("graphs", False)
-    assert why_no_captured_schedule(None) is why_no_captured_schedule(scheduler("ExponentialLR", gamma=0.5)) is None
+    assert schedule_capture_obstacle(None) is schedule_capture_obstacle(scheduler("ExponentialLR", gamma=0.5)) is None
 
 
 def test_a_setting_that_captured_steps_hold_must_not_change():
@@ -229,4 +229,4 @@ def test_a_resumed_training_says_that_it_goes_on_without_the_kernels_it_was_made
         config["trainer"]["max_epochs"] = 1
         train_only(config)
         said = " ".join(capsys.readouterr().out.split())
-        assert ("was made by own kernels, which this one cannot use" in said) == (name == "resumed")
+        assert ("used Forgefield's kernels, which are not available here" in said) == (name == "resumed")

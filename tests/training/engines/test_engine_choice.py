@@ -199,6 +199,8 @@ def test_an_engine_with_one_wrong_gradient_stops_the_run_with_the_numbers():
     name = function.trained[2]
     with pytest.raises(ForgefieldError, match=f"gradient of {name} differs from that of the eager engine by 0.001"):
         require_equal(Wrong(function), Engine(function), labelled(4, 3), 1e-9)
+    assert 0.0 < require_equal(Engine(function), Engine(function), labelled(4, 3), 1e-9).difference < 1e-14  # C code
+    function.c_code = False
     assert require_equal(Engine(function), Engine(function), labelled(4, 3), 1e-9).difference == 0.0
 
 
@@ -291,7 +293,7 @@ def test_where_no_labels_give_a_finite_loss_the_rest_is_compared():
     assert (compared.share, compared.is_finite) == (0.0, False)
     assert "values that are not finite" in compared.describe()
     finite = step_function(function.potential)
-    with pytest.raises(ForgefieldError, match="is not finite where that of the eager"):
+    with pytest.raises(ForgefieldError, match="is not finite where that of PyTorch's operations"):
         require_equal(Engine(finite), Engine(function), batch, 1e-4)
     with pytest.raises(ForgefieldError, match="in validation an error"):
         require_equal_evaluation(Wrong(function), Engine(function), batch, 1e-9)
@@ -308,7 +310,9 @@ def test_what_is_at_fault_is_to_be_left_out(by_kernels, monkeypatch):
     """Where sums over edges are made by kernels the eager engine makes them so, too."""
     monkeypatch.setattr(StepFunction, "sums_by_kernels", property(lambda function: by_kernels))
     function, batch = step_function(make_potential()), labelled(4, 3)
-    other, setting = ("plain operations", "kernels.edges=false") if by_kernels else ("the eager engine", "engine=eager")
+    other, setting = (
+        ("PyTorch's operations", "kernels.edges=false") if by_kernels else ("the eager engine", "engine=eager")
+    )
     for require in (require_equal, require_equal_evaluation):
         with pytest.raises(
             ForgefieldError, match=f"differs from that of {other} by .*use training.{setting}, and please"

@@ -396,7 +396,7 @@ def test_flags_of_the_command_say_the_same(place, tmp_path, monkeypatch, capsys)
     assert main(["train", "my.yaml", "--finetune", first, "--init-model", first]) == 2
     assert "not allowed with" in capsys.readouterr().err
     assert main(["train", "my.yaml", "--finetune", first, "model.shifts=keep"]) == 2
-    assert "--finetune says where the model comes from" in capsys.readouterr().err
+    assert "both set the initial model" in capsys.readouterr().err
 
 
 def test_a_model_section_of_the_config_is_compared_not_ignored(place, tmp_path, monkeypatch, capsys):

@@ -1,0 +1,46 @@
+"""Compute the uncertainties of a trained model: one pass over its training data, calibrated on its validation frames.
+
+The result is stored in the run. `forgefield predict --uncertainty`, calculators and `forgefield test` use it.
+"""
+
+from __future__ import annotations
+
+import argparse
+
+from forgefield.cli.arguments import add_trust, device_name
+
+EXAMPLES = """\
+examples:
+  forgefield uncertainty runs/water
+  forgefield predict runs/water new.extxyz -o out.extxyz --uncertainty energy
+"""
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.epilog = EXAMPLES
+    parser.add_argument("run", metavar="RUN", help="name of a run in the folder runs/, or its path")
+    parser.add_argument(
+        "--directions",
+        type=int,
+        metavar="N",
+        help="directions along which features of each training frame are differentiated; 0: all coordinates, exactly "
+        "(default: 1 to 10 random ones)",
+    )
+    parser.add_argument("--device", default=None, help="cpu, cuda, cuda:1, ... (default: cuda if available)")
+    add_trust(parser)
+
+
+def run(args: argparse.Namespace) -> int:
+    from forgefield import api
+    from forgefield.inference.uncertainty import load_uncertainty
+    from forgefield.runs import Run
+
+    opened = Run.open(args.run, trust_code=args.trust_code)
+    path = api.uncertainty(opened, device=device_name(args.device), directions=args.directions)
+    about = load_uncertainty(opened).about
+    print(
+        f"trained on {about['training_energies']} energies and {about['training_forces']} force components, calibrated on "
+        f"{about['validation_energies']} energies and {about['validation_forces']} force components"
+    )
+    print(f"wrote {path}")
+    return 0

@@ -1,0 +1,54 @@
+"""What `forgefield data info` prints about snapshots: grid, columns, and facts about the calculation."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+from ase.symbols import Symbols
+from rich.console import Console
+from rich.markup import escape
+from rich.table import Table
+
+from forgefield.data.inspection.show import info_table
+from forgefield.ldos.data.snapshot import Snapshot
+from forgefield.ldos.data.snapshot_files import SUFFIXES, TARGETS, base_name, find_snapshots
+from forgefield.text import counted
+
+
+def is_snapshot_name(path: str) -> bool:
+    """Whether a path or a pattern is named as files of snapshots are, such as Be_snapshot0.in.npy."""
+    return Path(path).suffix in SUFFIXES and base_name(Path(path)) != Path(path).stem
+
+
+def print_snapshots(paths: Sequence[str], console: Console) -> None:
+    """Print the contents of snapshots. paths: of any of their files."""
+    table = info_table()
+    for path in {Path(path).with_name(base_name(Path(path))): path for path in reversed(paths)}.values():
+        targets = (target for target, endings in TARGETS.items() if Path(path).stem.endswith(endings[0]))
+        for snapshot in find_snapshots(path, target=next(targets, "ldos"), need=(), setting="data info"):
+            _add_snapshot(table, snapshot)
+    console.print(table)
+    console.print("\nforgefield train learns from snapshots with a section data.points")
+
+
+def _add_snapshot(table: Table, snapshot: Snapshot) -> None:
+    info, shape = snapshot.info, snapshot.grid_shape
+    grid = "no grid" if shape is None else " x ".join(map(str, shape))
+    table.add_row("snapshot", escape(f"{snapshot.name}: {grid}, {snapshot.n_points} points"))
+    if snapshot.inputs is not None:
+        cut = f", after {snapshot.cut} of coordinates" if snapshot.cut else ""
+        table.add_row("inputs", escape(f"{counted(snapshot.n_inputs, 'column')}{cut}, in {snapshot.inputs.path}"))
+    if snapshot.targets is not None:
+        columns = counted(snapshot.n_targets, "column")
+        table.add_row("targets", escape(f"{columns}, {snapshot.target}, in {snapshot.targets.path}"))
+    facts = {
+        "atoms": None if info.numbers is None else Symbols(info.numbers).get_chemical_formula(),
+        "electrons": None if info.electrons is None else f"{info.electrons:g}",
+        "temperature": None if info.temperature is None else f"{info.temperature:g} K",
+        "Fermi energy": None if info.fermi_energy is None else f"{info.fermi_energy:.4f} eV",
+        **{f"{name} energy": f"{value:.4f} eV" for name, value in info.energies.items() if name in ("total", "band")},
+    }
+    for name, fact in facts.items():
+        if fact is not None:
+            table.add_row(name, escape(fact))
