@@ -55,7 +55,6 @@ test: $(INSTALLED) $(TRITON) $(SPHINX)
 # Source distribution and wheel in dist/; the wheel is installed into an environment of its own and trains there.
 dist: $(INSTALLED)
 	rm -rf build dist
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check build
 	$(BIN)/python -m build --outdir dist .
 	.ci/try-wheel $(PYTHON) dist/*.whl
 

@@ -72,6 +72,19 @@ def execute(notebook: nbformat.NotebookNode, folder: Path) -> float:
     return time.monotonic() - started
 
 
+def with_stored_output(notebook: nbformat.NotebookNode, name: str) -> nbformat.NotebookNode:
+    """The notebook with the output of the stored one, whose code must be the same."""
+    stored = nbformat.read(TUTORIALS / f"{name}.ipynb", as_version=4)
+    old = [cell for cell in stored.cells if cell.cell_type == "code"]
+    new = [cell for cell in notebook.cells if cell.cell_type == "code"]
+    if [cell.source for cell in old] != [cell.source for cell in new]:
+        raise ValueError(f"the code of {name}.md has changed: execute it again")
+    for cell, executed in zip(new, old, strict=True):
+        cell["outputs"], cell["execution_count"] = executed["outputs"], executed["execution_count"]
+    notebook["metadata"] = stored["metadata"]
+    return notebook
+
+
 def _final_text(text: str) -> str:
     """What remains visible in a terminal: without colours, and without lines that were overwritten."""
     text = re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", text).replace("\r\n", "\n")
@@ -81,9 +94,14 @@ def _final_text(text: str) -> str:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     known = sorted(path.stem for path in SOURCES.glob("*.md"))
+    parser.add_argument("--text", action="store_true", help="only update the text; code cells and output stay")
     parser.add_argument("names", nargs="*", metavar="NAME", help=f"tutorials (default: all): {', '.join(known)}")
-    for name in parser.parse_args().names or known:
+    args = parser.parse_args()
+    for name in args.names or known:
         notebook = read_source(name)
+        if args.text:
+            nbformat.write(with_stored_output(notebook, name), TUTORIALS / f"{name}.ipynb")
+            continue
         with tempfile.TemporaryDirectory() as folder:
             seconds = execute(notebook, Path(folder))
         notebook.metadata["execution_seconds"] = round(seconds)
