@@ -25,7 +25,7 @@ from forgefield.diagnosis.records import FIGURES, image_of, read_records
 from forgefield.parallel.ranks import single_process
 from forgefield.training import fit as fitting
 from forgefield.training.run.journal import Journal
-from forgefield.training.trainer import CALLBACKS, user_callbacks
+from forgefield.training.trainer import CALLBACKS, build_callbacks
 
 MEASURED = ("gradient_check", "training_helper", "autocorrelation", "loss_spike", "throughput", "energy")
 ON_REQUEST: dict[str, dict[str, Any]] = {"forward_nan": {"name": "forward_nan"}}
@@ -106,16 +106,16 @@ def measure(steps: int, model: str, folder: Path, more: dict[str, dict[str, Any]
     specs: dict[str, Any] = {**{name: {"name": name} for name in MEASURED}, **more}
 
     def watched(_: Any) -> list[Callback]:
-        made = {label: user_callbacks([spec])[0] for label, spec in specs.items()}
+        made = {label: build_callbacks([spec])[0] for label, spec in specs.items()}
         made["loss_spike with rollback"] = WithRollback(rollback=True)
         return [*(account.watch(label, callback) for label, callback in made.items()), Clock(account)]
 
-    original, fitting.user_callbacks = fitting.user_callbacks, watched
+    original, fitting.build_callbacks = fitting.build_callbacks, watched
     journal = Journal()
     try:
         fitting.fit(config, fresh=True, journal=journal, ranks=single_process())
     finally:
-        fitting.user_callbacks = original
+        fitting.build_callbacks = original
         journal.close()
     return account
 
@@ -166,13 +166,13 @@ def save_pictures(place: Path, folder: Path) -> None:
         {"name": "loss_spike", "rollback": True, "snapshot_every": 20},
         {"name": "throughput", "every": 30},
     ]
-    built = fitting.user_callbacks
-    fitting.user_callbacks = lambda specs: [Disturb(), *built(specs)]
+    built = fitting.build_callbacks
+    fitting.build_callbacks = lambda specs: [Disturb(), *built(specs)]
     journal = Journal()
     try:
         run = fitting.fit(config, fresh=True, journal=journal, ranks=single_process()).run.path
     finally:
-        fitting.user_callbacks = built
+        fitting.build_callbacks = built
         journal.close()
     records = read_records(run)
     for name, (_, figure_of) in FIGURES.items():

@@ -44,7 +44,7 @@ from forgefield.models.resolving import resolve_model
 from forgefield.tasks.metrics import ErrorMetrics
 from forgefield.tasks.options import TargetOptions, TaskOptions
 from forgefield.tasks.task import Task
-from forgefield.training.engines.choose import Choice, why_not_kernels
+from forgefield.training.engines.choose import Choice, kernels_refusal
 from forgefield.training.engines.compiled import CompileEngine
 from forgefield.training.engines.engine import Engine
 from forgefield.training.engines.graphs import GraphsEngine
@@ -132,7 +132,7 @@ def whole_step(engine: Engine, batch: Batch) -> Callable[[], None]:
 
         def replay() -> None:
             engine.differentiate(batch)
-            engine.bring_gradients()
+            engine.assign_gradients()
             update.step()
 
         return replay
@@ -220,7 +220,7 @@ def ways(model: Trained, args: argparse.Namespace, device: torch.device) -> Iter
     yield from ((name, derivative) for derivative in args.derivatives for name in named)
     if "best" in args.engines:
         choice = Choice("graphs", "kernels", "eager")
-        has_kernels = why_not_kernels(choice, model.function("kernels"), device) is None
+        has_kernels = kernels_refusal(choice, model.function("kernels"), device) is None
         yield ("graphs-eager", "kernels") if has_kernels else ("graphs-compiled", "double")
 
 
@@ -234,7 +234,7 @@ def one(
     if derivative == "kernels":
         word, _, captured = name.partition("-")
         choice = Choice(word, derivative, captured or None)
-        refusal = why_not_kernels(choice, model.function(derivative), batch["positions"].device)
+        refusal = kernels_refusal(choice, model.function(derivative), batch["positions"].device)
         if refusal is not None:
             return {"refusal": refusal}
     engine: Engine | None = None

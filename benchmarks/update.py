@@ -22,7 +22,7 @@ import torch
 from engines import BATCHES, MODELS, batch_of, trained
 from torch import Tensor, nn
 
-from forgefield.training.engines.graphs import Loader
+from forgefield.training.engines.graphs import StaticInputs
 from forgefield.training.engines.padding import blank_frames, sizes
 from forgefield.training.optim import captured_update
 from forgefield.training.optim.averages import WeightAverage
@@ -126,13 +126,13 @@ def show_updates(name: str, potential: nn.Module) -> None:
 def show_loading(name: str, device: torch.device) -> None:
     batch = batch_of(name, device)
     frames, atoms, edges = sizes(batch)
-    blank = blank_frames(batch, frames=frames + 1, atoms=atoms + 2, edges=edges + 64, reach=BATCHES[name][2])
+    blank = blank_frames(batch, frames=frames + 1, atoms=atoms + 2, edges=edges + 64, cutoff=BATCHES[name][2])
     for kernel in (True, False):
-        loader = Loader(blank, None)
+        loader = StaticInputs(blank, None)
         if not kernel:
             loader._copies = None
 
-        def load(loader: Loader = loader) -> None:
+        def load(loader: StaticInputs = loader) -> None:
             loader.load(batch, None)
 
         host = host_microseconds(load)

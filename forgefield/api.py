@@ -43,9 +43,9 @@ from forgefield.settings import Config
 from forgefield.training.fit import TrainingResult, fit
 from forgefield.training.run.folder import config_of_run
 from forgefield.training.run.journal import Journal
-from forgefield.training.trainer import processes_wanted
+from forgefield.training.trainer import requested_processes
 from forgefield.trust.selection import Selection, select_frames
-from forgefield.trust.uncertainty import fit_uncertainty
+from forgefield.trust.uncertainty import fit_after_training, fit_uncertainty
 
 if TYPE_CHECKING:
     from forgefield.trust.evaluate import EvaluationReport
@@ -147,14 +147,14 @@ def train_with_outcome(
         Ranks that write to `log`: `master`, `collect` or `workers`.
     """
     ranks = current_ranks()
-    n = processes_wanted(config) if ranks.launch.launcher == "none" else 1
+    n = requested_processes(config) if ranks.launch.launcher == "none" else 1
     if n > 1:
         return _train_in_processes(config, n, fresh=fresh, log=log, log_mode=log_mode, trust_code=trust_code)
     journal = Journal(ranks=ranks, file=log, mode=log_mode)
     try:
         fitted = fit(config, fresh=fresh, journal=journal, ranks=ranks, trust_code=trust_code)
         if ranks.broadcast(fitted.outcome == "finished" or is_unmeasured(fitted)):
-            return evaluate_training(fitted, config, journal, ranks)
+            return evaluate_training(fitted, config, journal, ranks, prepare=fit_after_training)
         return fitted
     finally:
         journal.close()
@@ -247,6 +247,7 @@ def test(
     labels_required: bool = False,
     head: str | None = None,
     trust_code: bool = False,
+    uncertainty: str | None = None,
 ) -> dict[str, Any]:
     """Errors of a run's model on labelled frames, in meV/atom, meV/A and GPa. They are stored in the run with a parity plot.
 
@@ -263,10 +264,14 @@ def test(
         As in `load`.
     labels_required
         Whether every label that `options` names must be in the data.
+    uncertainty
+        `energy` or `forces`, whose uncertainties are compared with the errors. Default: of energies, if the run has any.
     """
     ranks = current_ranks()
     with abort_all_on_error(ranks):
         run = Run.open(run, trust_code=trust_code)
+        if uncertainty is not None and run.of_points:
+            raise ForgefieldError(f"Run {run.name} was trained on grid points; it has no uncertainties of energies.")
         run.require_head(head)
         if ranks.is_rank_zero:
             run.writable()
@@ -287,6 +292,7 @@ def test(
                 labels_required=labels_required,
                 head=head,
                 ranks=ranks,
+                **({} if uncertainty is None else {"uncertainty": uncertainty}),
             )
         if ranks.is_rank_zero:
             write_report(run.path)

@@ -10,7 +10,7 @@ import hashlib
 import json
 import os
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from datetime import datetime
 from itertools import chain, count
@@ -37,6 +37,13 @@ from forgefield.data.splits import is_lazy
 from forgefield.errors import ForgefieldError
 from forgefield.files import write_atomically, written_whole
 from forgefield.inference.evaluate import evaluate_batches, join_in_order, per_atom_outputs
+from forgefield.inference.uncertainty import (
+    LastLayerUncertainty,
+    UncertainPotential,
+    has_uncertainty,
+    load_uncertainty,
+    require_level,
+)
 from forgefield.models.potential import Potential
 from forgefield.models.resolving import branch_names, excluded_species, single_branch
 from forgefield.parallel.accelerators import evaluation_device
@@ -45,6 +52,7 @@ from forgefield.parallel.session import stop_all_ranks
 from forgefield.report.page import write_parity_png, write_report
 from forgefield.runs import Run, build_from_options
 from forgefield.settings import Config
+from forgefield.tasks.calibration import calibration_metrics
 from forgefield.tasks.classes import auroc
 from forgefield.tasks.metrics import ErrorMetrics
 from forgefield.tasks.targets import LABELS
@@ -74,14 +82,23 @@ def _measured_record(run: Run, config: Config) -> dict[str, str]:
     return {"weights_sha256": run.read_weights("best").sha256, "test": str(config.data.test)}
 
 
-def evaluate_training(fitted: TrainingResult, config: Config, journal: Journal, ranks: Ranks) -> TrainingResult:
+Preparation = Callable[[TrainingResult, Config, Journal, Ranks], None]
+
+
+def evaluate_training(
+    fitted: TrainingResult, config: Config, journal: Journal, ranks: Ranks, prepare: Preparation | None = None
+) -> TrainingResult:
     """Evaluate the best weights on validation and test data and return the outcome of the training.
+
+    prepare: called before the evaluation; all ranks take part.
 
     Rank 0 writes the results and the report. A request to stop ends the evaluation at once; the same command then finishes it.
     """
     requeue_exit = config.training.checkpoint.requeue_exit
     try:
         with StopControl(None, requeue_exit=requeue_exit) as stop, stop.at_once():
+            if prepare is not None:
+                prepare(fitted, config, journal, ranks)
             measure(fitted, config, journal, ranks)
     except StopNow as stopped:
         reason = stopped.request.reason
@@ -161,6 +178,7 @@ def test_frames(
     labels_required: bool,
     head: str | None,
     ranks: Ranks,
+    uncertainty: str | None = None,
 ) -> dict[str, float]:
     """Errors of a run on other frames, by name; predictions, errors and a parity plot are written to the run as `name`.
 
@@ -174,7 +192,16 @@ def test_frames(
     dataset = GraphDataset(frames, SpeciesTable(run.species), run.graph)
     batch = evaluation_budget(options)
     errors = evaluate(
-        run, dataset, name, which=which, device=device, batch=batch, ranks=ranks, head=head, hints=reader.hints()
+        run,
+        dataset,
+        name,
+        which=which,
+        device=device,
+        batch=batch,
+        ranks=ranks,
+        head=head,
+        hints=reader.hints(),
+        uncertainty=uncertainty,
     )
     if ranks.is_rank_zero:
         write_test(run, errors, name=name, data=data, which=which, head=head, frames=len(frames))
@@ -195,6 +222,7 @@ def evaluate(
     head: str | None = None,
     hints: Mapping[str, str] | None = None,
     journal: Journal | None = None,
+    uncertainty: str | None = None,
 ) -> dict[str, float]:
     """Predict a data set, store the predictions in the run as `split`, and return the errors by name; empty on other ranks
     than 0.
@@ -209,9 +237,12 @@ def evaluate(
         For labels that may be missing, a sentence about similar values with other names.
     journal
         Where to show progress.
+    uncertainty
+        `energy` or `forces`, whose uncertainties are compared with the errors. Default: of energies, if the run has any.
     """
     potential = load_shared(run, which, device, ranks, head)
     assert isinstance(potential, Potential), "runs on frames have no other model"
+    potential = _with_stored_uncertainty(potential, run, which, head, uncertainty, ranks)
     run.require_outputs()
     labels = _labels_to_compare(potential, dataset, hints or {})
     loader = FrameLoader(dataset, batch, rank=ranks.rank, world_size=ranks.world_size)
@@ -233,6 +264,20 @@ def evaluate(
     with written_whole(run.path / "predictions" / f"{split}.npz") as partial:
         np.savez_compressed(partial, allow_pickle=False, **arrays)
     return _errors(run, tuple(labels), arrays)
+
+
+def _with_stored_uncertainty(
+    potential: Potential, run: Run, which: str, head: str | None, level: str | None, ranks: Ranks
+) -> Potential:
+    """The potential with the uncertainties of its run; as it is if none are requested and the run has none."""
+    stored: LastLayerUncertainty | None = None
+    if ranks.is_rank_zero and (level is not None or (which == "best" and head is None and has_uncertainty(run))):
+        require_level(level)
+        stored = load_uncertainty(run, which)
+    stored = ranks.broadcast(stored)
+    if stored is None:
+        return potential
+    return UncertainPotential(potential, stored, level or "energy").eval()
 
 
 def _labels_to_compare(potential: Potential, dataset: GraphDataset, hints: Mapping[str, str]) -> list[str]:
@@ -271,7 +316,19 @@ def _errors(run: Run, names: tuple[str, ...], arrays: dict[str, np.ndarray]) -> 
             "species": tensors["species"],
         },
     )
-    return metrics.compute() | _auroc(arrays, classes)
+    return metrics.compute() | _auroc(arrays, classes) | _calibration(arrays)
+
+
+def _calibration(arrays: dict[str, np.ndarray]) -> dict[str, float]:
+    """How well uncertainties agree with errors, for energies per atom (eV) and components of forces (eV/A)."""
+    found: dict[str, float] = {}
+    for name, per_atom in (("energy", arrays["n_atoms"]), ("forces", 1)):
+        uncertainty = arrays.get(f"{name}_uncertainty")
+        if uncertainty is not None:
+            error = (arrays[f"{name}_pred"] - arrays[f"{name}_ref"]) / per_atom
+            metrics = calibration_metrics(error.ravel(), (uncertainty / per_atom).ravel())
+            found |= {f"{name}_{metric}": value for metric, value in metrics.items()}
+    return found
 
 
 def _auroc(arrays: dict[str, np.ndarray], classes: dict[str, list[float]]) -> dict[str, float]:
@@ -360,8 +417,8 @@ def _is_free(run: Run, name: str, identity: str, data: object) -> bool:
     except (OSError, ValueError):
         return True  # damaged, so nothing is lost
     if "identity" not in stored:  # written by an earlier version
-        return stored.get("source") == _short(str(data))
-    return stored["identity"] == identity
+        return bool(stored.get("source") == _short(str(data)))
+    return bool(stored["identity"] == identity)
 
 
 def _identity(data: object, which: str, head: str | None) -> str:

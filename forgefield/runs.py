@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import os
 import platform
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from functools import cached_property
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
@@ -193,7 +193,7 @@ class Run:
 
     @property
     def has_energy(self) -> bool:
-        return self.info["model"].get(PREDICTS, {}).get("energy", True)
+        return bool(self.info["model"].get(PREDICTS, {}).get("energy", True))
 
     @property
     def has_outputs(self) -> bool:
@@ -420,7 +420,7 @@ def _refuse_impossible_sizes(
 
 def build_from_options(resolved: dict[str, Any], precision: str, trust: Trust) -> nn.Module:
     """A model with initial weights. resolved: all its options."""
-    build = kind_of_model(resolved.get("name")).build_model.load()
+    build: Callable[..., nn.Module] = kind_of_model(resolved.get("name")).build_model.load()
     return build(resolved, precision=precision, seed=0, trust=trust)
 
 

@@ -90,7 +90,7 @@ class Config:
             check_tune(self.tune, sources)
 
 
-def has_points(values: Any) -> bool:
+def has_points(values: object) -> bool:
     """Whether samples are grid points, of a plain config."""
     data = values.get("data") if isinstance(values, Mapping) else None
     return isinstance(data, Mapping) and data.get(POINTS) is not None
@@ -145,7 +145,7 @@ def _check_initial_model(model: Mapping[Any, Any], sources: Sources) -> None:
     check_choice(model.get("shifts"), ("keep", "fit"), "model.shifts", sources)
 
 
-def _is_component(spec: Any) -> bool:
+def _is_component(spec: object) -> bool:
     if isinstance(spec, Mapping):
         spec = spec.get("name")
     return isinstance(spec, str) and bool(spec)

@@ -8,9 +8,16 @@ import torch
 
 pytest.register_assert_rewrite("tests.support")
 gc.disable()  # until everything has been imported
-# Inductor need not find out what vector instructions there are: without them code is compiled in less time. One test of the
-# compile engine has them.
+# Code without vector instructions is compiled in less time; one test of the compile engine has them. In one thread, since a
+# pool of processes would import PyTorch for a few kernels.
 os.environ.setdefault("TORCHINDUCTOR_VEC_ISA_OK", "0")
+os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "1")
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Files with slow tests come first: a worker that starts one of them last would keep the others waiting."""
+    slow = {item.path for item in items if item.get_closest_marker("slow") is not None}
+    items.sort(key=lambda item: item.path not in slow)
 
 
 def pytest_collection_finish() -> None:

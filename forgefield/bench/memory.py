@@ -23,7 +23,7 @@ from forgefield.data.batch import Batch, is_memory_error
 from forgefield.data.sampling.loader import FrameLoader
 from forgefield.errors import ForgefieldError
 from forgefield.settings import Config
-from forgefield.training.engines.choose import ENGINES, Choice, Circumstances, build, wanted
+from forgefield.training.engines.choose import ENGINES, Choice, EngineSetup, build, requested_choice
 from forgefield.training.engines.engine import Engine
 from forgefield.training.engines.padding import SizePlan, sizes
 
@@ -113,7 +113,7 @@ def planned_choice(config: Config, device: torch.device) -> Choice:
     name = config.training.engine or "eager"
     if name not in (*ENGINES, "auto"):
         raise ForgefieldError(f"training.engine is '{name}'; choose one of {', '.join((*ENGINES, 'auto'))}.")
-    choice = wanted(config.training)
+    choice = requested_choice(config.training)
     if choice is None:
         derivative = config.training.derivative
         return Choice("eager", "double" if derivative == "auto" else derivative)
@@ -123,7 +123,7 @@ def planned_choice(config: Config, device: torch.device) -> Choice:
 
 
 def _engine(step: BareStep, choice: Choice, config: Config, notify: Callable[[str], None]) -> Engine:
-    circumstances = Circumstances(
+    setup = EngineSetup(
         function=step.function,
         options=config.training,
         world_size=1,
@@ -132,7 +132,7 @@ def _engine(step: BareStep, choice: Choice, config: Config, notify: Callable[[st
         tolerance=0.0,
         notify=notify,
     )
-    return build(choice, circumstances, step.device)
+    return build(choice, setup, step.device)
 
 
 # ---- one step

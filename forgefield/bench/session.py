@@ -184,7 +184,7 @@ def _measure_engines(
     import torch
 
     from forgefield.bench.timer import Measurement
-    from forgefield.training.engines.choose import why_not
+    from forgefield.training.engines.choose import engine_refusal
 
     precisions = options.precisions or [_precision(config)]
     _count_work(out, on_devices(config, 1, kind), children, results, precisions)
@@ -195,7 +195,7 @@ def _measure_engines(
         changed = on_devices(config, 1, kind)
         changed.training.engine, changed.training.derivative = engine, derivative
         changed.training.precision = precision
-        reason = why_not(engine, torch.device(results.device))
+        reason = engine_refusal(engine, torch.device(results.device))
         result = (
             children.run(changed, "measure") if reason is None else Failure(f"training.engine={engine}: {reason}", 2)
         )

@@ -29,7 +29,7 @@ from forgefield.models.potential import Potential
 from forgefield.settings import Config
 from forgefield.tasks.metrics import ErrorMetrics
 from forgefield.tasks.task import Task
-from forgefield.training.engines.choose import knots_wanted
+from forgefield.training.engines.choose import table_knots
 from forgefield.training.engines.engine import Engine
 from forgefield.training.engines.padding import sizes
 from forgefield.training.engines.step import StepFunction
@@ -140,7 +140,7 @@ def bare_step(config: Config, *, precision: str | None = None, data: FrameData |
         device,
         problem.resolved,
         arithmetic,
-        knots_wanted(training),
+        table_knots(training),
         kernels.storage,
         kernels.edges,
     )

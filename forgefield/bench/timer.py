@@ -24,7 +24,7 @@ from forgefield.files import write_atomically
 from forgefield.parallel.reductions import StepExchange
 from forgefield.parallel.strategies import SimpleDDPStrategy
 from forgefield.training.callbacks.pace import StepTimes
-from forgefield.training.engines.engine import SparingEngine
+from forgefield.training.engines.engine import MemoryLimitedEngine
 from forgefield.training.engines.graphs import GraphsEngine
 from forgefield.training.module import TrainingModule
 from forgefield.training.run.summary import device_name
@@ -255,7 +255,9 @@ class StepTimer(Callback):
         seconds, counts, steps, shares, first_steps = zip(*gathered)
         engine = module.engine
         assert engine is not None
-        engine = engine.inner if isinstance(engine, SparingEngine) else engine  # without the wrapper for low memory
+        engine = (
+            engine.inner if isinstance(engine, MemoryLimitedEngine) else engine
+        )  # without the wrapper for low memory
         frames, atoms, edges = (sum(column) for column in zip(*counts))
         by_rank = [[1000 * statistics.fmean(column) for column in zip(*parts)] for parts in steps]
         exchanges = [[step[PARTS.index("communication")] for step in parts] for parts in steps]

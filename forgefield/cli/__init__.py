@@ -123,8 +123,8 @@ def _dispatch(words: list[str]) -> int:
     module = importlib.import_module(f"forgefield.cli.{name}")
     parser = Parser(prog=f"forgefield {verb}", description=module.__doc__ or description)
     module.add_arguments(parser)
-    parse = getattr(module, "parse", Parser.parse)
-    return module.run(parse(parser, words[1:]))
+    parse = vars(module).get("parse", Parser.parse)
+    return int(module.run(parse(parser, words[1:])))
 
 
 TOGETHER = ("train", "test", "bench", "lammps")

@@ -47,11 +47,11 @@ def split_config(words: Sequence[str]) -> tuple[str | None, list[str]]:
 
 def _refuse_data(word: str) -> None:
     """Refuse a data file, or a folder that is a source of data, instead of a config."""
-    from forgefield.data.readers.registry import file_format
-
     path = Path(word)
     if path.suffix in CONFIG_SUFFIXES or not path.exists():
         return
+    from forgefield.data.readers.registry import file_format
+
     if file_format(path) in DATA_FORMATS:
         config = f"{path.stem or 'config'}.yaml"
         raise ForgefieldError(

@@ -49,4 +49,4 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     apply_settings(args, args.settings)
-    return _VERBS[args.data_verb].run(args)
+    return int(_VERBS[args.data_verb].run(args))

@@ -43,6 +43,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         action="extend",
         help="files, folders or patterns; for grid points: snapshots (default: data.test of the run)",
     )
+    parser.add_argument(
+        "--uncertainty",
+        choices=("energy", "forces"),
+        help="compare uncertainties with the errors, of energies or of forces too (default: of energies, if the run has any)",
+    )
     add_overrides(parser, TAKES)
 
 
@@ -84,6 +89,7 @@ def _run(args: argparse.Namespace, ranks: Ranks) -> int:
         head=args.head,
         device=device_name(args.device, local_rank=ranks.launch.local_rank),
         labels_required=any(key.startswith("data.labels") for key in override_keys(overrides)),
+        uncertainty=args.uncertainty,
     )
     if not ranks.is_rank_zero:
         return 0

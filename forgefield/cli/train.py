@@ -9,12 +9,14 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from forgefield.cli.arguments import CONFIG_SUFFIXES, HelpOptions, add_option, add_trust, split_config
 from forgefield.cli.importing import for_good
 from forgefield.errors import ForgefieldError
+from forgefield.parallel.launch import detect_launch
 from forgefield.settings import Config
 
 if TYPE_CHECKING:
@@ -76,14 +78,16 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
+    if detect_launch(os.environ).world_size == 1:
+        _require_config_file(args)
     from forgefield.parallel.session import run_on_all_ranks
 
     return run_on_all_ranks(lambda ranks: _run(args, ranks))
 
 
 def _run(args: argparse.Namespace, ranks: Ranks) -> int:
-    folder = _take_run(args)
-    config, overrides = config_and_overrides(args)
+    folder, words = _split_run(args.words)
+    config, overrides = config_and_overrides(args, words)
     with for_good():
         from forgefield import api
     from forgefield.config.components import look_where_the_parent_did
@@ -112,19 +116,28 @@ def _run(args: argparse.Namespace, ranks: Ranks) -> int:
     ).exit_code
 
 
-def _take_run(args: argparse.Namespace) -> Path | None:
-    """Remove the run folder from the words of the command line and return it; None if there is none."""
-    for word in args.words:
+def _split_run(words: list[str]) -> tuple[Path | None, list[str]]:
+    """The run folder among `words`, if any, and all other words."""
+    for word in words:
         if word.endswith(".ff") and Path(word).is_file():
             raise ForgefieldError(
                 f"{word} is a packaged model, which has no training to resume; "
                 f"to train it further: forgefield train CONFIG --finetune {word}"
             )
-    runs = [word for word in args.words if (Path(word) / "run.json").is_file()]
+    runs = [word for word in words if (Path(word) / "run.json").is_file()]
     if len(runs) > 1:
         raise ForgefieldError(f"one run at a time, not {' and '.join(runs)}.")
-    args.words = [word for word in args.words if word not in runs]
-    return Path(runs[0]) if runs else None
+    return (Path(runs[0]) if runs else None), [word for word in words if word not in runs]
+
+
+def _require_config_file(args: argparse.Namespace) -> None:
+    """Refuse a config file that cannot be read before PyTorch is imported, which takes seconds."""
+    from forgefield.config.sources import read_text
+
+    run, words = _split_run(args.words)
+    config, _ = config_and_overrides(args, words)
+    if config is not None and run is None:
+        read_text(config)
 
 
 def _print_notes(config: Path) -> None:
@@ -137,9 +150,9 @@ def _print_notes(config: Path) -> None:
             print(f"{config}: {key}: {text}", flush=True)
 
 
-def config_and_overrides(args: argparse.Namespace) -> tuple[Path | None, list[str]]:
-    """The config file that the arguments name, and all overrides."""
-    word, overrides = split_config(args.words)
+def config_and_overrides(args: argparse.Namespace, words: list[str]) -> tuple[Path | None, list[str]]:
+    """The config file that the arguments name, and all overrides. words: those of the arguments that do not name a run."""
+    word, overrides = split_config(words)
     if args.name is not None:
         overrides.append(f"name={json.dumps(args.name)}")
     overrides += _initial_model(args, overrides)

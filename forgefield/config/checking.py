@@ -13,7 +13,7 @@ import inspect
 import re
 import typing
 from collections.abc import Collection, Iterator, Mapping, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from forgefield.config.nearest import did_you_mean, nearest
 from forgefield.config.option import IMPORT_PATH, Limits, limits_of
@@ -35,7 +35,10 @@ from forgefield.tasks.options import (
     as_typed,
 )
 
-Section = typing.TypeVar("Section")
+Section = typing.TypeVar("Section", bound="DataclassInstance")
+if TYPE_CHECKING:
+    from _typeshed import DataclassInstance
+
 EXPECTED = {int: "a whole number", float: "a number", bool: "true or false", str: "text"}
 
 
@@ -45,7 +48,7 @@ def unknown_key(key: str, fields: Collection[str] | None = None, *, points: bool
     fields: of the data, as far as the config names them. Without, any other name in `task` may be one of a store's, unless it
     looks like one of our own targets. points: whether samples are grid points, whose task is another.
     """
-    cls: Any = Config
+    cls: type = Config
     parts = key.split(".")
     for depth, part in enumerate(parts):
         cls = PointTaskOptions if points and cls is TaskOptions else cls
@@ -85,7 +88,7 @@ def check_keys(values: Mapping[str, Any], sources: Sources, *, variables: Sequen
 
 def declared_fields(values: Mapping[str, Any]) -> list[str] | None:
     """Names of the fields in `data.labels.fields`, or None where it says nothing."""
-    found: Any = values
+    found: object = values
     for part in ("data", "labels", "fields"):
         found = found.get(part) if isinstance(found, Mapping) else None
     return [str(name) for name in found] if isinstance(found, Mapping) else None
@@ -94,7 +97,7 @@ def declared_fields(values: Mapping[str, Any]) -> list[str] | None:
 def refuse_lists(content: Mapping[str, Any], sources: Sources) -> None:
     """Refuse lists where a section belongs, before Hydra tries to merge them."""
     for key, section in _schema().items():
-        value: Any = content
+        value: object = content
         for part in key.split("."):
             value = value.get(part) if isinstance(value, Mapping) else None
         if section is not None and isinstance(value, (list, tuple)):
@@ -165,7 +168,7 @@ def check_values(config: Config, sources: Sources) -> None:
     config.check(sources)
 
 
-def check_limits(section: Any, prefix: str, sources: Sources) -> None:
+def check_limits(section: DataclassInstance, prefix: str, sources: Sources) -> None:
     """Refuse values outside the bounds and choices that the fields of a dataclass declare, and those of its sections.
 
     prefix: the dotted key of `section` with a dot at its end, as it is written in a config; empty at the top.
@@ -175,7 +178,7 @@ def check_limits(section: Any, prefix: str, sources: Sources) -> None:
     for field in dataclasses.fields(section):
         value, key = getattr(section, field.name), f"{prefix}{field.name}"
         in_task = isinstance(section, TaskOptions)
-        if dataclasses.is_dataclass(value):
+        if dataclasses.is_dataclass(value) and not isinstance(value, type):
             check_limits(value, prefix if in_task and field.name == POINTS else f"{key}.", sources)
         elif in_task and isinstance(value, dict):
             for name, item in value.items():
@@ -184,7 +187,7 @@ def check_limits(section: Any, prefix: str, sources: Sources) -> None:
             _check_limits_of(value, limits_of(field), is_optional(types[field.name]), key, sources)
 
 
-def _check_limits_of(value: Any, limits: Limits, optional: bool, key: str, sources: Sources) -> None:
+def _check_limits_of(value: object, limits: Limits, optional: bool, key: str, sources: Sources) -> None:
     numbers = [value] if isinstance(value, (int, float)) else value if isinstance(value, list) else []
     if limits.has_bounds and not all(limits.allows(number) for number in numbers):
         raise wrong(sources, key, value, limits.expected or limits.describe())
@@ -214,7 +217,7 @@ def _kinds(cls: type) -> dict[str, Any]:
     return {name: kind for name, kind in field_types(cls).items() if name not in hidden}
 
 
-def _paths(values: Any, cls: type | None, prefix: str, *, points: bool = False) -> Iterator[str]:
+def _paths(values: Mapping[str, Any], cls: type | None, prefix: str, *, points: bool = False) -> Iterator[str]:
     """Dotted keys as deep as the schema goes."""
     cls = PointTaskOptions if points and cls is TaskOptions else cls
     for name, value in values.items():
@@ -271,7 +274,7 @@ def _hint(parts: list[str], depth: int, siblings: list[str]) -> str:
 # --- types
 
 
-def _fill(section: Any, values: Mapping[str, Any], prefix: str, sources: Sources) -> None:
+def _fill(section: object, values: Mapping[str, Any], prefix: str, sources: Sources) -> None:
     """Set fields of the dataclass `section` from plain values. prefix: its dotted key with a dot, or nothing at the top."""
     cls: type = type(section)
     for name, value in values.items():
@@ -311,7 +314,7 @@ def _fill_fields(task: TaskOptions, values: Mapping[str, Any], prefix: str, sour
             raise wrong(sources, f"{prefix}{name}", value, f"a section with the keys {keys}")
 
 
-def _fill_branches(task: TaskOptions, values: Any, key: str, sources: Sources) -> None:
+def _fill_branches(task: TaskOptions, values: object, key: str, sources: Sources) -> None:
     """Targets of each branch of the model."""
     keys = ", ".join(field_types(BranchTaskOptions))
     if not isinstance(values, Mapping):
@@ -331,14 +334,14 @@ def _fill_branches(task: TaskOptions, values: Any, key: str, sources: Sources) -
         _fill(task.branches[branch], section, f"{key}.{branch}.", sources)
 
 
-def _converted(value: Any, kind: Any, key: str, sources: Sources) -> Any:
+def _converted(value: object, kind: object, key: str, sources: Sources) -> Any:
     try:
         return convert(value, kind)
     except ValueError as error:
         raise wrong(sources, key, value, _expected(kind)) from error
 
 
-def _expected(kind: Any) -> str:
+def _expected(kind: object) -> str:
     inner = without_none(kind)
     suffix = " or null" if is_optional(kind) else ""
     if typing.get_origin(inner) is list:

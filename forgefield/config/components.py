@@ -149,7 +149,7 @@ def _import(path: str, *, where: str, trust: Trust, folders: Sequence[str | Path
 
 
 def _attribute(parts: Sequence[str], path: str, places: Sequence[Path], run: Path | None) -> Any:
-    found: Any = _module(parts[0], path, places=places)
+    found: object = _module(parts[0], path, places=places)
     for depth, part in enumerate(parts[1:], start=1):
         if not hasattr(found, part) and isinstance(found, ModuleType) and hasattr(found, "__path__"):
             inner = ".".join(parts[: depth + 1])
@@ -171,7 +171,7 @@ def _full_name(kind: type) -> str:
     return f"{public}.{kind.__name__}"
 
 
-def _described(found: Any) -> str:
+def _described(found: object) -> str:
     if inspect.isclass(found):
         return f"the class {found.__module__}.{found.__qualname__}"
     return "a function" if inspect.isroutine(found) else f"a {type(found).__name__}"

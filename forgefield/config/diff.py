@@ -113,7 +113,9 @@ def _all_defaults(*, points: bool = False) -> dict[str, Any]:
     return {key: value for key, value in as_dict(options).items() if key != "model"}
 
 
-def _differences(old: Any, new: Any, defaults: Mapping[str, Any], prefix: str) -> Iterator[tuple[str, Any, Any]]:
+def _differences(
+    old: Mapping[str, Any], new: Mapping[str, Any], defaults: Mapping[str, Any], prefix: str
+) -> Iterator[tuple[str, object, object]]:
     for name in [*new, *(name for name in old if name not in new)]:
         key = f"{prefix}{name}"
         default = _default(defaults, key)
@@ -124,7 +126,7 @@ def _differences(old: Any, new: Any, defaults: Mapping[str, Any], prefix: str) -
             yield key, before, after
 
 
-def _default(defaults: Any, key: str) -> Any:
+def _default(defaults: Mapping[str, Any], key: str) -> Any:
     """Default of a setting inside a section that is there. Optional sections that are not there are off."""
     if key in ("task", "training.early_stopping", "training.lora", "data.points"):
         return None
@@ -139,16 +141,17 @@ def _default(defaults: Any, key: str) -> Any:
     elif key.startswith("task.") and (section not in defaults["task"] or defaults["task"][section] is None):
         kind = DenoiseOptions if section == DENOISE else FieldTargetOptions
         key, defaults = rest, asdict(kind())
+    value: object = defaults
     for part in key.split("."):
-        if not isinstance(defaults, Mapping) or part not in defaults:
+        if not isinstance(value, Mapping) or part not in value:
             return ABSENT
-        defaults = defaults[part]
-    return defaults
+        value = value[part]
+    return value
 
 
 def _harmless(key: str) -> bool:
     return any(key == name or key.startswith(f"{name}.") for name in HARMLESS)
 
 
-def _shown(value: Any) -> str:
+def _shown(value: object) -> str:
     return "null" if value is None else str(value)

@@ -14,7 +14,7 @@ from dataclasses import asdict
 from fnmatch import fnmatchcase
 from functools import cache
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import yaml
 from omegaconf import DictConfig, OmegaConf
@@ -43,6 +43,10 @@ from forgefield.config.trust import Trust, named_code, refuse_interpolations
 from forgefield.errors import ForgefieldError
 from forgefield.settings import Config, as_dict, has_points
 from forgefield.tasks.options import as_written
+
+if TYPE_CHECKING:
+    from hydra.core.config_loader import ConfigLoader
+    from hydra.core.override_parser.types import Override
 
 COMPONENTS = ("model", "training.optimizer", "training.scheduler", "training.weighting", "trainer.*")
 """Settings that describe one object by its name and options: a mapping with a name replaces what is there."""
@@ -191,7 +195,7 @@ def _compose(content: dict[str, Any], overrides: list[str], sources: Sources, fo
         groups = [item for item in parsed if _is_group(loader, item)]
         try:
             if "defaults" in content or groups:
-                _note_files(loader, [item.input_line for item in groups], sources, folder)
+                _note_files(loader, [str(item.input_line) for item in groups], sources, folder)
             else:
                 _note_main(sources)
             refuse_lists(content, sources)
@@ -201,12 +205,12 @@ def _compose(content: dict[str, Any], overrides: list[str], sources: Sources, fo
                 )
             for item in parsed:
                 if item not in groups:
-                    sources.add_override(item.key_or_group, item.value(), item.input_line)
+                    sources.add_override(item.key_or_group, item.value(), str(item.input_line))
             named = [name for item in parsed for name in _groups(loader, item)]
             lines = [
                 line
                 for item in parsed
-                for line in ([item.input_line] if item in groups else _lines(item, content, sources, named))
+                for line in ([str(item.input_line)] if item in groups else _lines(item, content, sources, named))
             ]
             store(DEFAULTS, _defaults(content, sources))
             composed = OmegaConf.to_container(compose(ENTRY, lines), resolve=False)
@@ -223,7 +227,7 @@ def _compose(content: dict[str, Any], overrides: list[str], sources: Sources, fo
     return {str(key): value for key, value in composed.items()}
 
 
-def _parse(overrides: Sequence[str]) -> list[Any]:
+def _parse(overrides: Sequence[str]) -> list[Override]:
     """Hydra's parsed overrides; refuses what cannot be read and lists of values to try."""
     from hydra.core.override_parser.overrides_parser import OverridesParser
     from hydra.errors import HydraException
@@ -246,12 +250,12 @@ def _parse(overrides: Sequence[str]) -> list[Any]:
     return parsed
 
 
-def _is_group(loader: Any, item: Any) -> bool:
+def _is_group(loader: ConfigLoader, item: Override) -> bool:
     """Whether the override picks a file of a config group (`model=big`), as Hydra decides it."""
     return item.key_or_group in _groups(loader, item) and not isinstance(item.value(), dict)
 
 
-def _groups(loader: Any, item: Any) -> list[str]:
+def _groups(loader: ConfigLoader, item: Override) -> list[str]:
     parent = item.key_or_group.rpartition("/")[0]
     prefix = f"{parent}/" if parent else ""
     return [prefix + name for name in loader.list_groups(parent)]
@@ -263,7 +267,7 @@ def _note_main(sources: Sources) -> None:
         sources.add_text(read_text(sources.main), sources.main)
 
 
-def _note_files(loader: Any, groups: list[str], sources: Sources, folder: Path) -> None:
+def _note_files(loader: ConfigLoader, groups: list[str], sources: Sources, folder: Path) -> None:
     """Record the keys of every file that the defaults lists bring in, in the order in which they count."""
     from hydra.types import RunMode
 
@@ -277,7 +281,7 @@ def _note_files(loader: Any, groups: list[str], sources: Sources, folder: Path) 
             sources.add_text(path.read_text(encoding="utf-8"), path, "" if package == "_global_" else package)
 
 
-def _lines(item: Any, content: Mapping[str, Any], sources: Sources, groups: Sequence[str]) -> list[str]:
+def _lines(item: Override, content: Mapping[str, Any], sources: Sources, groups: Sequence[str]) -> list[str]:
     """What Hydra is told for one override. Hydra merges mappings; where the result would be a mixture that nobody
     asked for (the options of one scheduler with the name of another), the old value is taken away first.
     """
@@ -291,10 +295,10 @@ def _lines(item: Any, content: Mapping[str, Any], sources: Sources, groups: Sequ
     return [*lines, line]
 
 
-def _replaced(item: Any) -> list[str]:
+def _replaced(item: Override) -> list[str]:
     """Keys whose value an override replaces as a whole, whatever it was."""
 
-    def walk(key: str, value: Any) -> Iterator[str]:
+    def walk(key: str, value: object) -> Iterator[str]:
         if not isinstance(value, dict):
             return
         named = "name" in map(str, value) and any(fnmatchcase(key, pattern) for pattern in COMPONENTS)
@@ -318,7 +322,7 @@ def _emptying(section: str, content: Mapping[str, Any], sources: Sources) -> lis
     return [line for name in sorted(names) for line in (f"++{section}.{name}=0", f"~{section}.{name}")]
 
 
-def _prefixed(item: Any, content: Mapping[str, Any], sources: Sources) -> str:
+def _prefixed(item: Override, content: Mapping[str, Any], sources: Sources) -> str:
     """An override as Hydra needs it: the schema's keys can be set whether the file mentions them or not."""
     key, text = str(item.key_or_group), str(item.input_line)
     is_variable = key.partition(".")[0] not in schema_keys() and sources.given(key)
@@ -349,7 +353,7 @@ def _prefixed(item: Any, content: Mapping[str, Any], sources: Sources) -> str:
     return text if is_variable or item.is_force_add() else f"++{text.lstrip('+')}"
 
 
-def _in(content: Any, key: str) -> bool:
+def _in(content: object, key: str) -> bool:
     for part in key.split("."):
         if not isinstance(content, Mapping) or part not in content:
             return False
@@ -420,7 +424,7 @@ def _variables(composed: Mapping[str, Any], texts: Sequence[str], sources: Sourc
     return found
 
 
-def _texts(value: Any) -> Iterator[str]:
+def _texts(value: object) -> Iterator[str]:
     if isinstance(value, str):
         yield value
     elif isinstance(value, Mapping):

@@ -70,7 +70,7 @@ class Limits:
 
 
 def option(
-    default: Any,
+    default: object,
     *,
     at_least: float | None = None,
     above: float | None = None,

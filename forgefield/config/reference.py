@@ -27,7 +27,7 @@ Every option with its type, default, allowed values, unit and meaning. `forgefie
 same in a terminal. Options of models are in [Options of models](model-options.md); `trainer` takes any argument of
 `lightning.Trainer`. How configs are written and overridden: [Write and change a config](../guides/configure.md).
 """
-_NAMES = {
+_NAMES: dict[object, str] = {
     int: "integer",
     float: "number",
     str: "text",
@@ -213,7 +213,7 @@ def _type(kind: object) -> str:
     return ", ".join(names) + (" or null" if is_optional(kind) else "")
 
 
-def _type_name(kind: Any) -> str:
+def _type_name(kind: object) -> str:
     origin, arguments = typing.get_origin(kind), typing.get_args(kind)
     if origin in (list, Sequence):
         item = _type_name(arguments[0])

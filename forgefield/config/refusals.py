@@ -10,13 +10,13 @@ from forgefield.config.sources import Sources
 from forgefield.errors import ForgefieldError
 
 
-def wrong(sources: Sources, key: str, value: Any, expected: str) -> ForgefieldError:
+def wrong(sources: Sources, key: str, value: object, expected: str) -> ForgefieldError:
     """The error for a value that is not what was expected."""
     shown = "null" if value is None else repr(value)
     return ForgefieldError(f"{sources.where(key)}: '{key}' is {expected}, not {shown}.")
 
 
-def check_choice(value: Any, choices: Sequence[Any], key: str, sources: Sources) -> None:
+def check_choice(value: object, choices: Sequence[Any], key: str, sources: Sources) -> None:
     """Refuse a value that is none of these."""
     if value not in choices:
         names = [

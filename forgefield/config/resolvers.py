@@ -5,12 +5,10 @@ Both take and give whole numbers only. A batch size of 2.5 frames is an error he
 
 from __future__ import annotations
 
-from typing import Any
-
 from omegaconf import OmegaConf
 
 
-def int_div(dividend: Any, divisor: Any) -> int:
+def int_div(dividend: object, divisor: object) -> int:
     """Quotient of two whole numbers, rounded down: 32, 5 -> 6."""
     a, b = _whole("int_div", dividend), _whole("int_div", divisor)
     if b == 0:
@@ -18,7 +16,7 @@ def int_div(dividend: Any, divisor: Any) -> int:
     return a // b
 
 
-def int_mul(a: Any, b: Any) -> int:
+def int_mul(a: object, b: object) -> int:
     """Product of two whole numbers."""
     return _whole("int_mul", a) * _whole("int_mul", b)
 
@@ -33,7 +31,7 @@ def register_resolvers() -> None:
             OmegaConf.register_new_resolver(name, function)
 
 
-def _whole(resolver: str, value: Any) -> int:
+def _whole(resolver: str, value: object) -> int:
     """`value` as an int. Text such as "8" counts, because `oc.env` always gives text."""
     if isinstance(value, str):
         try:

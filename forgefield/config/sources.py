@@ -52,7 +52,7 @@ class Sources:
         if isinstance(root, yaml.MappingNode):
             self._walk(root, file, package)
 
-    def add_override(self, key: str, value: Any, text: str) -> None:
+    def add_override(self, key: str, value: object, text: str) -> None:
         """Record an override and every key inside the mapping it sets."""
         self.overrides.append((key, text))
         if isinstance(value, dict):

@@ -53,7 +53,7 @@ def yaml_with_comments(values: Mapping[str, Any], *, header: str = "", notes: Ma
     return "\n".join(lines).rstrip("\n") + "\n"
 
 
-def flow(value: Any) -> str:
+def flow(value: object) -> str:
     """A value on one line of YAML, read back by OmegaConf as the same value."""
     text: str = yaml.dump(
         value, Dumper=_Dumper, default_flow_style=True, width=float("inf"), allow_unicode=True, sort_keys=False
@@ -86,7 +86,7 @@ def write_config(path: Path, text: str) -> Path:
     return path
 
 
-def _drop(values: Any, key: str) -> None:
+def _drop(values: object, key: str) -> None:
     """Take a dotted key out of nested mappings, where it is there."""
     section, _, rest = key.partition(".")
     if not isinstance(values, dict):
@@ -118,7 +118,7 @@ def _drop_inapplicable_to(target: str, options: dict[str, Any]) -> None:
 
 
 def _emit(
-    name: str, value: Any, cls: type | None, prefix: str, indent: int, notes: Mapping[str, str], task: type
+    name: str, value: object, cls: type | None, prefix: str, indent: int, notes: Mapping[str, str], task: type
 ) -> Iterator[str]:
     """task: the options that the section of that name has."""
     key = f"{prefix}{name}"
@@ -168,7 +168,7 @@ def _section(cls: type | None, name: str) -> type | None:
 class _Dumper(yaml.SafeDumper):  # type: ignore[misc]  # PyYAML has no types
     """Writes strings so that OmegaConf's reader, which knows more numbers than YAML 1.1, reads them as strings."""
 
-    def ignore_aliases(self, data: Any) -> bool:
+    def ignore_aliases(self, data: object) -> bool:
         return True
 
 

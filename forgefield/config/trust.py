@@ -57,7 +57,7 @@ NO_CODE = Trust("this file", allowed=False)
 """For everything else: only Forgefield's own classes."""
 
 
-def refuse_interpolations(content: Any, path: Path) -> None:
+def refuse_interpolations(content: object, path: Path) -> None:
     """Raise where the config of a run holds `${...}`.
 
     Forgefield stores configs with every interpolation resolved. One that is there all the same could read the environment, or
@@ -71,7 +71,7 @@ def refuse_interpolations(content: Any, path: Path) -> None:
             )
 
 
-def _strings(value: Any) -> Iterator[str]:
+def _strings(value: object) -> Iterator[str]:
     if isinstance(value, Mapping):
         for key, item in value.items():
             yield str(key)
@@ -102,13 +102,13 @@ def code_of_model(model: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
     yield from _entries("model.module", model.get("module"), short_names=False)
 
 
-def _losses(where: str, value: Any) -> Iterator[tuple[str, str]]:
+def _losses(where: str, value: object) -> Iterator[tuple[str, str]]:
     """Losses of all targets; those of branches lie deeper."""
     for key, item in _mapping(value).items():
         yield from _entries(f"{where}.{key}", item) if key == "loss" else _losses(f"{where}.{key}", item)
 
 
-def _entries(where: str, value: Any, *, short_names: bool = True) -> Iterator[tuple[str, str]]:
+def _entries(where: str, value: object, *, short_names: bool = True) -> Iterator[tuple[str, str]]:
     """Import paths among names, {name: ...} and lists of these. Names without a dot are those of built-in classes."""
     if isinstance(value, (list, tuple)):
         for item in value:
@@ -119,5 +119,5 @@ def _entries(where: str, value: Any, *, short_names: bool = True) -> Iterator[tu
         yield where, value
 
 
-def _mapping(value: Any) -> Mapping[str, Any]:
+def _mapping(value: object) -> Mapping[str, Any]:
     return value if isinstance(value, Mapping) else {}

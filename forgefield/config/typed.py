@@ -19,31 +19,31 @@ def field_types(cls: type) -> dict[str, Any]:
     return typing.get_type_hints(cls)
 
 
-def alternatives(kind: Any) -> tuple[Any, ...]:
+def alternatives(kind: object) -> tuple[Any, ...]:
     """X and Y of X | Y | None; (X,) of any other type."""
     if typing.get_origin(kind) in (typing.Union, types.UnionType):
         return tuple(arg for arg in typing.get_args(kind) if arg is not type(None))
     return (kind,)
 
 
-def is_optional(kind: Any) -> bool:
+def is_optional(kind: object) -> bool:
     """Whether None is a value of this type."""
     return type(None) in typing.get_args(kind) and typing.get_origin(kind) in (typing.Union, types.UnionType)
 
 
-def without_none(kind: Any) -> Any:
+def without_none(kind: object) -> Any:
     """X of X | None; any other type as it is."""
     inner = alternatives(kind)
     return inner[0] if len(inner) == 1 else kind
 
 
-def section_class(kind: Any) -> type | None:
+def section_class(kind: object) -> type | None:
     """The dataclass of a section, which may be optional; None for a plain setting."""
     inner = without_none(kind)
     return inner if isinstance(inner, type) and dataclasses.is_dataclass(inner) else None
 
 
-def convert(value: Any, kind: Any) -> Any:
+def convert(value: object, kind: object) -> Any:
     """`value` as an instance of `kind`; raises ValueError where it is not one.
 
     Numbers may be written as text, and any scalar is text where text is expected. Values of unions of several types,
@@ -69,7 +69,7 @@ def convert(value: Any, kind: Any) -> Any:
     return _scalar(value, kind)
 
 
-def _scalar(value: Any, kind: Any) -> Any:
+def _scalar(value: object, kind: object) -> Any:
     if isinstance(value, (Mapping, list, tuple, bytes)):
         raise ValueError("not a scalar")
     if kind is bool:
@@ -79,16 +79,16 @@ def _scalar(value: Any, kind: Any) -> Any:
         if not isinstance(value, str) or text not in (*TRUE, *FALSE):
             raise ValueError("not a boolean")
         return text in TRUE
-    if kind is int and type(value) in (int, str):
+    if kind is int and isinstance(value, (int, str)) and not isinstance(value, bool):
         return int(value)
-    if kind is float and type(value) in (int, float, str):
+    if kind is float and isinstance(value, (int, float, str)) and not isinstance(value, bool):
         return float(value)
     if kind is str:
         return str(value)
     raise ValueError(f"not of type {kind}")
 
 
-def select(config: Any, key: str, default: Any = None) -> Any:
+def select(config: object, key: str, default: object = None) -> Any:
     """The setting with a dotted key in dataclasses and mappings; `default` where it or a section above is missing or None."""
     for part in key.split("."):
         if isinstance(config, Mapping):
@@ -102,7 +102,7 @@ def select(config: Any, key: str, default: Any = None) -> Any:
     return config
 
 
-def update(values: dict[str, Any], key: str, value: Any) -> None:
+def update(values: dict[str, Any], key: str, value: object) -> None:
     """Set the setting with a dotted key in nested dicts; sections that are missing are added."""
     *sections, name = key.split(".")
     for section in sections:

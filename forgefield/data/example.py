@@ -7,6 +7,7 @@ trajectories.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -50,7 +51,7 @@ TRAIN = Recipe(trajectories=40, samples=5, shaken=98)
 TEST = Recipe(trajectories=12, samples=5, shaken=20)
 
 
-def make_example(path: Path, seed: int) -> dict:
+def make_example(path: Path, seed: int) -> dict[str, object]:
     """Write `train.extxyz` and `test.extxyz` into the folder `path`.
 
     Energies are in eV, forces in eV/A, stress in eV/A^3. The training file starts with one isolated atom of each
@@ -60,7 +61,7 @@ def make_example(path: Path, seed: int) -> dict:
     train_stream, test_stream = np.random.SeedSequence(seed).spawn(2)
     train = [_isolated(symbol) for symbol in ("Cu", "Au")] + _frames(TRAIN, np.random.default_rng(train_stream))
     test = _frames(TEST, np.random.default_rng(test_stream))
-    summary: dict = {"species": ["Cu", "Au"], "seed": seed}
+    summary: dict[str, object] = {"species": ["Cu", "Au"], "seed": seed}
     for name, frames in (("train", train), ("test", test)):
         file = path / f"{name}.extxyz"
         _write(file, frames)
@@ -110,7 +111,7 @@ def _ordered_alloy(random: np.random.Generator) -> Atoms:
 
 def _surface(random: np.random.Generator) -> Atoms:
     """A (111) or (100) slab of three layers, periodic in the plane: 12 atoms."""
-    build = (fcc111, fcc100)[random.integers(2)]
+    build: Callable[..., Atoms] = (fcc111, fcc100)[random.integers(2)]
     slab = build("Cu", size=(2, 2, 3), a=1.0)
     slab = _alloyed(slab, random)
     slab.center(vacuum=5.0, axis=2)

@@ -52,7 +52,7 @@ class FieldOptions:
     """Replace values by their cumulative sums along the last axis, for example a density of states by the number of states."""
 
 
-def field_options(values: Any, place: Callable[[str], str] = lambda key: "") -> dict[str, FieldOptions]:
+def field_options(values: object, place: Callable[[str], str] = lambda key: "") -> dict[str, FieldOptions]:
     """Name -> what is said about it, from a mapping {name: {...}, name: frame|atom}; None is none at all.
 
     place: what messages about a dotted key begin with.
@@ -68,7 +68,7 @@ def field_options(values: Any, place: Callable[[str], str] = lambda key: "") -> 
     return fields
 
 
-def _check_name(name: Any, place: Callable[[str], str]) -> None:
+def _check_name(name: object, place: Callable[[str], str]) -> None:
     key = f"{FIELDS}.{name}"
     if not isinstance(name, str) or not re.fullmatch(r"[A-Za-z_][A-Za-z0-9_]*", name):
         raise ForgefieldError(
@@ -86,7 +86,7 @@ def _check_name(name: Any, place: Callable[[str], str]) -> None:
         )
 
 
-def _field(key: str, given: Any, place: Callable[[str], str]) -> FieldOptions:
+def _field(key: str, given: object, place: Callable[[str], str]) -> FieldOptions:
     known = {field.name: field for field in dataclasses.fields(FieldOptions)}
     values = {"per": given} if isinstance(given, str) else {} if given is None else given
     if not isinstance(values, Mapping):
@@ -113,19 +113,19 @@ def _field(key: str, given: Any, place: Callable[[str], str]) -> FieldOptions:
     return options
 
 
-def _is_name(value: Any) -> bool:
+def _is_name(value: object) -> bool:
     return isinstance(value, str) and bool(value)
 
 
-def _is_list(value: Any) -> bool:
+def _is_list(value: object) -> bool:
     return isinstance(value, Sequence) and not isinstance(value, str)
 
 
-def _is_whole(value: Any) -> bool:
+def _is_whole(value: object) -> bool:
     return isinstance(value, int) and not isinstance(value, bool) and value > 0
 
 
-def _is_factor(value: Any) -> bool:
+def _is_factor(value: object) -> bool:
     return isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value) and value != 0
 
 
@@ -143,6 +143,6 @@ _RULES: dict[str, tuple[Callable[[Any], bool], str]] = {
 }
 
 
-def _wrong(place: Callable[[str], str], key: str, value: Any, expected: str, hint: str = "") -> ForgefieldError:
+def _wrong(place: Callable[[str], str], key: str, value: object, expected: str, hint: str = "") -> ForgefieldError:
     shown = "null" if value is None else repr(value)
     return ForgefieldError(f"{place(key)}'{key}' is {expected}, not {shown}.{hint}")

@@ -14,7 +14,6 @@ from forgefield.data.dataset import GraphDataset
 from forgefield.data.inspection.suspicions import LARGE_FORCES, cutoff_warnings, isolated_atom_warnings, label_warnings
 from forgefield.data.neighbours.edges import Progress
 from forgefield.data.options import DataOptions
-from forgefield.data.reading import Progress as ConversionProgress
 from forgefield.data.sampling.batching import batch_threads, evaluation_budget, training_budget, training_order
 from forgefield.data.sampling.by_source import SourceBatches
 from forgefield.data.sampling.loader import FrameLoader
@@ -22,6 +21,7 @@ from forgefield.data.sampling.order import WeightedDraws
 from forgefield.data.species import SpeciesTable
 from forgefield.data.splits import ON_DEVICE, Splits, graph_options, resolve_splits
 from forgefield.data.statistics import Statistics, compute_statistics
+from forgefield.data.store.convert import Progress as ConversionProgress
 from forgefield.data.store.store import StoreColumns
 from forgefield.errors import ForgefieldError
 
@@ -204,14 +204,16 @@ class DataModule(lightning.LightningDataModule):
             noise=self.spec.noise,
         )
 
-    def val_dataloader(self) -> FrameLoader | list:
+    def val_dataloader(self) -> FrameLoader | list[FrameLoader]:
         noise = self.spec.noise
         return self._evaluation_loader(self.data.val, None if noise is None else replace(noise, fixed=True))
 
-    def test_dataloader(self) -> FrameLoader | list:
+    def test_dataloader(self) -> FrameLoader | list[FrameLoader]:
         return self._evaluation_loader(self.data.test)
 
-    def _evaluation_loader(self, dataset: GraphDataset | None, noise: Noise | None = None) -> FrameLoader | list:
+    def _evaluation_loader(
+        self, dataset: GraphDataset | None, noise: Noise | None = None
+    ) -> FrameLoader | list[FrameLoader]:
         if dataset is None:
             return []
         options = self.data.options

@@ -248,7 +248,7 @@ def _check_batch(data: DataOptions, sources: Sources) -> None:
             raise wrong(sources, "data.eval_batch", size, "a positive whole number")
 
 
-def _check_by_source(value: Any, counted: list[str], sources: Sources) -> None:
+def _check_by_source(value: object, counted: list[str], sources: Sources) -> None:
     key = "data.batch.by_source"
     if isinstance(value, bool):
         return

@@ -29,7 +29,7 @@ def is_named(value: object) -> TypeGuard[Mapping[str, Any]]:
     return isinstance(value, Mapping) and not _OF_SOURCES & set(map(str, value))
 
 
-def test_sets(value: Any) -> dict[str, Any]:
+def test_sets(value: object) -> dict[str, Any]:
     """What each set consists of, by the name of its results: `test`, or `test-NAME` for a named one."""
     if is_named(value):
         return {f"{UNNAMED}-{name}": files for name, files in value.items()}
@@ -41,7 +41,7 @@ def title(result: str) -> str:
     return result.replace("-", " ", 1) if result.startswith(f"{UNNAMED}-") else result
 
 
-def absolute(value: Any, folders: Sequence[Path]) -> Any:
+def absolute(value: object, folders: Sequence[Path]) -> Any:
     """A file, pattern, list or mapping of them with absolute paths."""
     if isinstance(value, str):
         return value if SLICE.match(value) else find_path(value, folders)

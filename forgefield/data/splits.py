@@ -22,8 +22,9 @@ from forgefield.data.options import DataOptions
 from forgefield.data.paths import test_sets, title
 from forgefield.data.readers import source_files
 from forgefield.data.readers.text import read_text, whole_number, whole_numbers
-from forgefield.data.reading import Progress, label_settings, read_table, unit_settings
+from forgefield.data.reading import label_settings, read_table, unit_settings
 from forgefield.data.sampling.order import seeded_permutation
+from forgefield.data.store.convert import Progress
 from forgefield.data.store.table import FrameTable
 from forgefield.errors import ForgefieldError
 from forgefield.untrusted.archives import map_npy

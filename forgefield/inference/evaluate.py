@@ -20,6 +20,9 @@ from forgefield.kernels.convolution.dispatch import evaluation
 from forgefield.models.potential import Potential
 
 Batch = dict[str, torch.Tensor]
+UNCERTAINTIES = {"energy_uncertainty": "frame", "energies_uncertainty": "atom", "forces_uncertainty": "atom"}
+"""Names of uncertainties, which have a value for each frame or each atom: standard deviations of energies and of atomic
+energies, eV, and of forces (n_atoms, 3), eV/A."""
 
 
 def predict_dataset(
@@ -43,6 +46,7 @@ def predict_dataset(
     - n_atoms: (n_frames,); species: (sum of n_atoms,), index into species_symbols: (n_species,)
     - NAME_pred, NAME_ref of every extra output of the model: `(n_frames, *shape)` or `(sum of n_atoms, *shape)`; for classes
       the label of the most probable one, and NAME_prob: (..., n_classes), the probabilities of all
+    - energy_uncertainty, energies_uncertainty, forces_uncertainty of models that have them, see `UNCERTAINTIES`
 
     A model without an energy gives its extra outputs only.
     """
@@ -120,6 +124,7 @@ def _predict_batch(potential: Potential, batch: Batch, *, forces: bool, stress: 
     part = {f"{name}_pred": value for name, value in predicted.items()}
     part |= {name: value for name, value in extra.items() if name not in potential.extra_outputs}
     part |= {f"{name}_ref": batch.get(name, torch.full_like(value, torch.nan)) for name, value in predicted.items()}
+    part |= {name: out[name] for name in UNCERTAINTIES if name in out}
     part |= {name: batch[name] for name in ("n_atoms", "species", "frame_id")}
     return {name: value.detach().cpu().numpy() for name, value in part.items()}
 
@@ -157,5 +162,10 @@ def join_in_order(parts: list[dict[str, np.ndarray]], *, per_atom: Collection[st
     blank_frames, blank_atoms = int((frame_id < 0).sum()), int((of_atom < 0).sum())
     frames = np.argsort(frame_id, kind="stable")[blank_frames:]
     atoms = np.argsort(of_atom, kind="stable")[blank_atoms:]
-    of_atoms = {"species", *(f"{name}_{kind}" for name in ("forces", *per_atom) for kind in ("pred", "ref", "prob"))}
+    uncertain = (name for name, per in UNCERTAINTIES.items() if per == "atom")
+    of_atoms = {
+        "species",
+        *uncertain,
+        *(f"{name}_{kind}" for name in ("forces", *per_atom) for kind in ("pred", "ref", "prob")),
+    }
     return {name: value[atoms if name in of_atoms else frames] for name, value in joined.items()}

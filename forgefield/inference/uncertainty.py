@@ -21,6 +21,7 @@ from torch import Tensor
 
 from forgefield.errors import ForgefieldError
 from forgefield.formats import VERSION, Format
+from forgefield.inference.evaluate import UNCERTAINTIES
 from forgefield.kernels.convolution.dispatch import evaluation
 from forgefield.models.edges import Batch, EdgeContext, StepMemory, edge_vectors
 from forgefield.models.interface import ExtraOutput
@@ -28,9 +29,7 @@ from forgefield.models.potential import Potential
 from forgefield.runs import PackagedRun, Run
 from forgefield.weights import read_weights, write_weights
 
-ENERGY, ENERGIES, FORCES = "energy_uncertainty", "energies_uncertainty", "forces_uncertainty"
-"""Names of outputs: standard deviations of energies (n_frames,) and of atomic energies (n_atoms,), eV, and of forces
-(n_atoms, 3), eV/A."""
+ENERGY, ENERGIES, FORCES = UNCERTAINTIES
 LEVELS = ("energy", "forces")
 """What uncertainties are requested: of energies alone, or of forces too, which needs many derivatives."""
 FILE = "uncertainty.safetensors"
@@ -156,9 +155,7 @@ def with_uncertainty(potential: Potential, run: Run, which: str, level: str | No
     require_level(level)
     if level is None:
         return potential
-    if which != "best":
-        raise ForgefieldError("Uncertainties are those of the best weights of a run; leave which (--which) out.")
-    return UncertainPotential(potential, load_uncertainty(run), level).eval().requires_grad_(False)
+    return UncertainPotential(potential, load_uncertainty(run, which), level).eval().requires_grad_(False)
 
 
 def uncertainty_path(run: Run) -> Path:
@@ -187,8 +184,13 @@ def write_uncertainty(run: Run, uncertainty: LastLayerUncertainty, tensors: Mapp
     return path
 
 
-def load_uncertainty(run: Run) -> LastLayerUncertainty:
-    """The uncertainties of a run's best weights; an error says how to make them where there are none."""
+def load_uncertainty(run: Run, which: str = "best") -> LastLayerUncertainty:
+    """The uncertainties of a run's best weights; an error says how to make them where there are none.
+
+    which: the weights that they are to be used with; those of others than the best are refused.
+    """
+    if which != "best":
+        raise ForgefieldError("Uncertainties are those of the best weights of a run; leave which (--which) out.")
     if isinstance(run, PackagedRun) or not uncertainty_path(run).is_file():
         raise ForgefieldError(
             f"Run {run.name} has no uncertainties; `forgefield uncertainty {run.path}` computes them from its training data."

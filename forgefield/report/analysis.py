@@ -42,6 +42,9 @@ class Predictions:
     """Prediction and reference of extra outputs, by name."""
     files: tuple[str, ...] = ()
     frame_file: np.ndarray | None = None
+    energy_uncertainty: np.ndarray | None = None
+    forces_uncertainty: np.ndarray | None = None
+    """Standard deviations of `energy_pred` and `forces_pred`."""
     frame_index: np.ndarray | None = None
     """(n_frames,) each: the file of a frame, an index into `files`, and its index in that file."""
 
@@ -87,6 +90,9 @@ def predictions_from_npz(file: str | os.PathLike[str]) -> Predictions:
             array = arrays.get(key)
             # A quantity that was not predicted may be stored as an empty array.
             labels[key] = None if array is None or array.size == 0 else _checked(file, key, array, shape)
+    for key in ("energy_uncertainty", "forces_uncertainty"):
+        if key in arrays:
+            labels[key] = _checked(file, key, arrays[key], shapes[key.removesuffix("_uncertainty")])
     species = arrays.get("species")
     symbols = tuple(str(symbol) for symbol in np.atleast_1d(arrays.get("species_symbols", [])))
     if species is not None:

@@ -14,6 +14,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import yaml
 
 from forgefield.config.trust import code_of_model
@@ -24,6 +25,7 @@ from forgefield.kinds import FRAMES, KINDS, POINTS, SampleKind
 from forgefield.report.analysis import Predictions, predictions_from_npz
 from forgefield.report.markup import shorten
 from forgefield.runs import RUN_JSON
+from forgefield.tasks.calibration import METRICS as CALIBRATION
 from forgefield.untrusted.documents import load_yaml
 from forgefield.weights import read_weights
 
@@ -52,6 +54,8 @@ class RunData:
     predictions: dict[str, Predictions] = field(default_factory=dict)
     tests: dict[str, dict[str, Any]] = field(default_factory=dict)
     """Content of `test.json` and every `test-NAME.json`, by stem: source of the data, weights and errors."""
+    uncertainties: dict[str, np.ndarray] = field(default_factory=dict)
+    """Of `energy` and `forces`: errors and uncertainties of validation frames (n, 2), eV per atom and eV/A."""
     diagnosis: dict[str, dict[str, Any]] = field(default_factory=dict)
     """Records of diagnosis callbacks, by name."""
     notes: list[Note] = field(default_factory=list)
@@ -145,7 +149,30 @@ def read_run(path: Path) -> RunData:
     for split in [*run.tests, "val"] if not run.of_points else []:
         _read_predictions(run, split)
     run.diagnosis = read_records(run.path)
+    run.uncertainties = _read_uncertainties(run)
     return run
+
+
+def _read_uncertainties(run: RunData) -> dict[str, np.ndarray]:
+    """Errors and uncertainties of validation frames; empty for a run without uncertainties of its current weights."""
+    path = run.path / "uncertainty.safetensors"
+    if not path.exists():
+        return {}
+    try:
+        stored = read_weights(path)
+        current = read_weights(run.path / "checkpoints" / "best.safetensors").sha256
+    except ForgefieldError:
+        run.notes.append(Note(path.name, "is damaged", f"forgefield uncertainty {shlex.quote(run.argument)}", True))
+        return {}
+    note = stored.about.get("uncertainty")
+    if not isinstance(note, dict) or note.get("weights_sha256") != current:
+        return {}
+    found = {name: stored.state.get(f"validation_{name}") for name in ("energy", "forces")}
+    return {
+        name: values.numpy()
+        for name, values in found.items()
+        if values is not None and values.ndim == 2 and values.shape[1] == 2
+    }
 
 
 def _read_tests(run: RunData) -> None:
@@ -330,5 +357,5 @@ def _errors_of(stored: dict[str, Any]) -> dict[str, float]:
         if isinstance(value, dict):
             numbers = {**_numbers(value), **numbers}
     errors = {key.removeprefix("test/"): value for key, value in numbers.items()}
-    endings = ("_mae", "_rmse", "_accuracy", "_f1", "_auroc", "_cross_entropy")
+    endings = ("_mae", "_rmse", "_accuracy", "_f1", "_auroc", "_cross_entropy", *(f"_{name}" for name in CALIBRATION))
     return {key: value for key, value in errors.items() if any(kind in key for kind in endings)}

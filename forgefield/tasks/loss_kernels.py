@@ -157,8 +157,8 @@ def loss_arguments(n_targets: int) -> ArgumentTable:
 
 
 @lru_cache(maxsize=64)
-def _kernels(terms: tuple[_Term, ...], given_denominators: bool) -> tuple[Any, Any]:
-    module = module_from(write_loss(terms, given_denominators))
+def _kernels(terms: tuple[_Term, ...], external_denominators: bool) -> tuple[Any, Any]:
+    module = module_from(write_loss(terms, external_denominators))
     return module.add_up, module.finish
 
 
@@ -176,8 +176,8 @@ def total(parts, begin, end, width: tl.constexpr, column: tl.constexpr):
 """
 
 
-def write_loss(terms: Sequence[_Term], given_denominators: bool) -> str:
-    """Source of a module with the kernels `add_up` and `finish`. given_denominators: denominators are not the sums of this
+def write_loss(terms: Sequence[_Term], external_denominators: bool) -> str:
+    """Source of a module with the kernels `add_up` and `finish`. external_denominators: denominators are not the sums of this
     batch but an argument."""
     width = 2 + 3 * max(term.n_errors for term in terms)
     head = f"({loss_arguments(len(terms)).signature}):"
@@ -189,7 +189,7 @@ def write_loss(terms: Sequence[_Term], given_denominators: bool) -> str:
         bounds = ["begin = end", f"end = begin + ({n_rows} + {ROWS - 1}) // {ROWS}"]
         in_range = "if (program >= begin) & (program < end):"
         add_up += [*bounds, in_range, *_indented(_add_up(term, i, width, n_rows))]
-        finish += [*bounds, f"divisor = {_divisor(i, width, given_denominators)}"]
+        finish += [*bounds, f"divisor = {_divisor(i, width, external_denominators)}"]
         finish += ["divisor = tl.where(divisor > 0, divisor, 1.0)", f"share = tl.load(target_weights + {i}) / divisor"]
         finish += [in_range, *_indented(_slopes(term, i, n_rows))]
         finish += [f"loss += share * total(parts, begin, end, {width}, 0)"]

@@ -193,7 +193,7 @@ def as_written(task: Any) -> Any:
     return {**known, **task.get(FIELDS, {})}
 
 
-def given_targets(task: Any) -> dict[str, Any]:
+def targets_of(task: Any) -> dict[str, Any]:
     """Options of every target that is on, of a typed section or a `TaskOptions`: ours in their order, then fields by name, then
     those of branches as `branch.target`, by branch."""
     known = {name: getattr(task, name, None) for name in (*TARGETS, DENOISE)}

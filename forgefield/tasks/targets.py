@@ -20,8 +20,8 @@ from forgefield.tasks.options import (
     FieldTargetOptions,
     TargetOptions,
     TaskOptions,
-    given_targets,
     quantity,
+    targets_of,
 )
 from forgefield.tasks.schedules import WeightSchedule
 
@@ -122,7 +122,7 @@ def build_targets(
     branches: of the model, in the order of the batch's indices.
     excluded: indices of species whose atoms do not count in losses and errors of energies, forces and virials.
     """
-    by_name = given_targets(options)
+    by_name = targets_of(options)
     _check_branches(by_name, branches)
     targets = [
         _potential_target(name, target, species, branches, tuple(excluded))

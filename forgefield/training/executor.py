@@ -108,7 +108,7 @@ class StepExecutor:
     def precision_changed(self) -> None:
         """Discard what was compiled or captured: it holds for one precision only."""
         if self.engine is not None:
-            self.engine.forget()
+            self.engine.reset()
 
     @property
     def keeps_gradients(self) -> bool:

@@ -37,7 +37,7 @@ from forgefield.training.optim.schedules import learning_rate_factor
 from forgefield.training.options import EarlyStoppingOptions, TrainingOptions
 from forgefield.training.precision import Precision
 from forgefield.training.problem.preflight import check_settings, require_same_settings
-from forgefield.training.problem.problem import Loader, Problem, TrainingSession, problem_for
+from forgefield.training.problem.problem import Problem, TrainingSession, problem_for
 from forgefield.training.run.checkpoint import ResumePoint, find_resume_point
 from forgefield.training.run.folder import compare_with_stored_config, has_begun, run_folder
 from forgefield.training.run.journal import Journal
@@ -45,11 +45,12 @@ from forgefield.training.run.signals import StopControl, StopNow, StopRequested,
 from forgefield.training.run.start_summary import summarise
 from forgefield.training.run.summary import hardware, now
 from forgefield.training.trainer import (
-    agree_with_training,
+    Loader,
+    build_callbacks,
     build_trainer,
     lightning_errors,
-    take_max_seconds,
-    user_callbacks,
+    merge_training_options,
+    pop_max_seconds,
 )
 
 _LIMITS = ("trainer.max_epochs", "trainer.max_steps", "training.early_stopping")
@@ -137,9 +138,9 @@ def fit(
     check_settings(config, options, ranks)
     if (note := resolve_accelerator(options, world_size=ranks.world_size)) is not None:
         journal.notify(note)
-    agree_with_training(options, config.training)
+    merge_training_options(options, config.training)
     requeue_exit = config.training.checkpoint.requeue_exit
-    stop = StopControl(take_max_seconds(options), requeue_exit=requeue_exit)
+    stop = StopControl(pop_max_seconds(options), requeue_exit=requeue_exit)
     session = TrainingSession(ranks, journal, stop, lr_factor, trust_code)
     if fresh and max(ranks.all_gather(ranks.launch.restarts)):  # not every agent of torchrun counts every restart
         journal.notify(
@@ -186,7 +187,7 @@ def _fit_in(
 def _stop_requested(session: TrainingSession) -> StopRequested | None:
     """The request to stop that any rank received while data was read, on all ranks; None if there was none."""
     flags = session.ranks.all_gather(session.stop.flags())
-    return session.stop.look_together([sum(column) for column in zip(*flags)])
+    return session.stop.combined_request([sum(column) for column in zip(*flags)])
 
 
 def _changed_settings(run: Run, config: Config, session: TrainingSession) -> list[str]:
@@ -317,7 +318,7 @@ def _callbacks(
             if shows_progress
             else []
         ),
-        *user_callbacks(plan.config.callbacks),
+        *build_callbacks(plan.config.callbacks),
         *plan.callbacks,
     ]
 

@@ -1,8 +1,9 @@
-"""Training and validation steps on frames: a potential or predictor, by whichever engine."""
+"""Training and validation steps on frames, for potentials and predictors with any engine."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, MutableMapping
+import functools
+from collections.abc import Iterator, MutableMapping
 from typing import Any
 
 import torch
@@ -10,24 +11,26 @@ from lightning.pytorch.strategies import DDPStrategy
 from torch import Tensor
 
 from forgefield.data.batch import SHAPES, Batch, Shapes, to_device, with_edges
+from forgefield.data.sampling.loader import FrameLoader
 from forgefield.errors import ForgefieldError
 from forgefield.models.potential import Potential
 from forgefield.parallel.strategies import SimpleDDPStrategy
 from forgefield.tasks.metrics import ErrorMetrics
 from forgefield.tasks.task import Task
-from forgefield.training.engines.choose import EngineStarter, knots_wanted
-from forgefield.training.engines.engine import Engine, SparingEngine, raise_if_memory
+from forgefield.training.engines.choose import EngineStarter, table_knots
+from forgefield.training.engines.engine import Engine, MemoryLimitedEngine, raise_memory_error
 from forgefield.training.engines.graphs import GraphsEngine
 from forgefield.training.engines.step import Measured, StepFunction
 from forgefield.training.executor import StepExecutor
-from forgefield.training.module import TrainingModule, own_sums
+from forgefield.training.module import LossMeter, TrainingModule, sums_of_rank
 from forgefield.training.optim import trainable
 from forgefield.training.optim.averages import StochasticAverage, WeightAverage
 from forgefield.training.optim.captured_update import CapturedUpdate
 from forgefield.training.optim.optimisers import build_optimiser
-from forgefield.training.optim.update import why_not_capturable
+from forgefield.training.optim.update import capture_refusal
 from forgefield.training.options import TrainingOptions
 from forgefield.training.probing import ProbedModule
+from forgefield.training.trainer import is_quick
 from forgefield.training.weighting import SoftAdapt, Uncertainty, build_weighting
 
 
@@ -46,7 +49,7 @@ class _TargetWeights(MutableMapping[str, float]):
         self.task.set_weight(name, value)
 
     def __delitem__(self, name: str) -> None:
-        raise TypeError("targets of a task cannot be taken out")
+        raise TypeError("targets of a task cannot be removed")
 
     def __iter__(self) -> Iterator[str]:
         return iter(self.task.names)
@@ -58,7 +61,8 @@ class _TargetWeights(MutableMapping[str, float]):
 class FramesExecutor(StepExecutor, ProbedModule):
     """Trains `potential` on `task` with the settings of the config's `training` section.
 
-    starter: starts the engine on the first batch; without one it is eager. shapes: of the tensors of a batch.
+    starter: starts the engine on the first batch; None for the eager engine.
+    shapes: of the tensors of a batch.
     """
 
     model_name = "potential"
@@ -85,7 +89,7 @@ class FramesExecutor(StepExecutor, ProbedModule):
         self.weighting = build_weighting(options.weighting, task, options.optimizer)
         self._eager = Engine(self._step_function("double"))
         self._update: CapturedUpdate | None = None
-        self._in_one_piece = options.memory.parts == 1 and not options.memory.split
+        self._splits_batches = options.memory.parts > 1 or options.memory.split
         self._evaluation_is_checked = False
         self._steps_averaged = 0
         self._measured = (-1, -1)
@@ -117,17 +121,17 @@ class FramesExecutor(StepExecutor, ProbedModule):
     def before_training(self) -> None:
         counts_steps = self.module.precision.unit == "steps" or self.task.is_scheduled
         self.module.total_steps = self.steps_of_fit() if counts_steps else -1
-        self._require_schedules_that_fit()
+        self._check_weight_schedules()
         if isinstance(self.ema, StochasticAverage):
             batches = int(self.module.trainer.num_training_batches)
             of_epoch = -(-batches // self.module.trainer.accumulate_grad_batches)
-            quick = bool(getattr(self.module.trainer, "fast_dev_run", False))
+            quick = is_quick(self.module.trainer)
             self.ema.plan(steps=self.steps_of_fit(), steps_of_epoch=of_epoch, quick=quick)
-        # Known only now: a resume restores it after `on_fit_start`.
+        # Not in `on_fit_start`: a resumed run restores the step after it.
         self._steps_averaged = self.module.trainer.global_step
 
     def on_train_batch_start(self, batch: Batch) -> None:
-        """The engine is there before the optimiser's `step` is called, in which `training_step` runs: it may replace it."""
+        """Start the engine before the optimiser's `step`, which calls `training_step` and which the engine may replace."""
         self.module.follow_precision()
         if self.task.is_scheduled:
             self.task.follow(self.module.step_state())
@@ -145,9 +149,9 @@ class FramesExecutor(StepExecutor, ProbedModule):
         denominators = None
         if self.module.exchange is not None:
             self.module.exchange.send(self.task.counts(batch))
-            denominators = _once(self.module.exchange.counts)
+            denominators = functools.cache(self.module.exchange.counts)
         with self.module.precision.applied(self.module.precision_now):
-            # Where gradients are brought as they lie, autograd need not know of them.
+            # Gradients of captured steps are assigned to the weights without autograd.
             step = engine.measure(batch, denominators) if self.keeps_gradients else engine.step(batch, denominators)
         self.module.precision.require_effect(self.module.precision_now)
         if (self.module.current_epoch, batch_idx) != self._measured:  # some optimisers evaluate a batch several times
@@ -164,8 +168,8 @@ class FramesExecutor(StepExecutor, ProbedModule):
             return step.loss
         sums, counts = step.measured.sums
         counts = counts if denominators is None else denominators()
-        own = self.task.configured_weights_on(sums.device)
-        return step.loss + self.weighting.loss(sums * self.module.ranks.world_size, counts, own)
+        weights = self.task.configured_weights_on(sums.device)
+        return step.loss + self.weighting.loss(sums * self.module.ranks.world_size, counts, weights)
 
     def eager_loss(self, batch: Batch) -> Tensor:
         with self.module.precision.applied(self.module.precision_now):
@@ -179,44 +183,41 @@ class FramesExecutor(StepExecutor, ProbedModule):
         if average:
             self._discarded = True if condition is None else condition
 
-    def _meters(self) -> list[Any]:
-        """What adds up measurements of batches."""
-        return [
-            self.module.train_loss,
-            self.train_errors,
-            *([self.weighting] if isinstance(self.weighting, SoftAdapt) else []),
-        ]
+    def _meters(self) -> list[LossMeter | ErrorMetrics | SoftAdapt]:
+        """Accumulators of sums over batches."""
+        meters: list[LossMeter | ErrorMetrics | SoftAdapt] = [self.module.train_loss, self.train_errors]
+        return [*meters, self.weighting] if isinstance(self.weighting, SoftAdapt) else meters
 
-    def _require_schedules_that_fit(self) -> None:
-        """Refuse schedules of weights that end with a training that has no end, or that this training does not complete."""
-        quick = bool(getattr(self.module.trainer, "fast_dev_run", False))
+    def _check_weight_schedules(self) -> None:
+        """Raise ForgefieldError for weight schedules that need a limit of the training, or that it does not complete."""
         for target in self.task.targets:
-            if target.schedule is not None and not quick:
+            if target.schedule is not None and not is_quick(self.module.trainer):
                 length = self.module.step_state().epochs if target.schedule.unit == "epoch" else self.module.total_steps
                 target.schedule.require_fit(length, key=f"task.{target.name}.schedule")
 
     def _start_engine(self, batch: Batch) -> Engine:
-        """The engine, chosen, built and compared with the eager one on the first batch."""
+        """The engine, after a comparison with the eager one on the first batch."""
         inner = Engine(self._eager.function, world_size=self.module.ranks.world_size)
         if self.starter is not None:
             steps = self.steps_of_fit()
-            against = self._what_speaks_against_graphs()
-            inner = self.starter.start(self._step_function, batch, steps=steps, against_graphs=against)
+            refusal = self._graphs_refusal()
+            inner = self.starter.start(self._step_function, batch, steps=steps, graphs_refusal=refusal)
             self._eager.function.c_code = inner.function.c_code
         if isinstance(inner, GraphsEngine):
             optimiser = self.module.trainer.optimizers[0]
-            self._update = CapturedUpdate(optimiser, self.ema, still=lambda: self.keeps_gradients)
+            self._update = CapturedUpdate(optimiser, self.ema, static_gradients=lambda: self.keeps_gradients)
         memory = self.options.memory
-        return SparingEngine(inner, parts=memory.parts, split=memory.split, notify=self.notify)
+        return MemoryLimitedEngine(inner, parts=memory.parts, split=memory.split, notify=self.notify)
 
-    def _what_speaks_against_graphs(self) -> str | None:
+    def _graphs_refusal(self) -> str | None:
+        """Why steps cannot be captured; None if they can."""
         strategy = self.module.trainer.strategy
         if isinstance(strategy, DDPStrategy) and not isinstance(strategy, SimpleDDPStrategy):
             return (
-                f"{type(strategy).__name__} wants to see the backward pass; leave trainer.strategy out, or use "
+                f"{type(strategy).__name__} needs the backward pass of autograd; leave trainer.strategy out, or use "
                 "another engine."
             )
-        return why_not_capturable(self.module.trainer.optimizers[0])
+        return capture_refusal(self.module.trainer.optimizers[0])
 
     def _step_function(self, derivative: str) -> StepFunction:
         return StepFunction(
@@ -224,7 +225,7 @@ class FramesExecutor(StepExecutor, ProbedModule):
             self.task,
             self.train_errors,
             derivative=derivative,
-            knots=knots_wanted(self.options),
+            knots=table_knots(self.options),
             storage=self.options.kernels.storage,
             edge_kernels=self.options.kernels.edges,
             c_code=self.starter is None or not self.starter.excludes_c_code,
@@ -233,22 +234,24 @@ class FramesExecutor(StepExecutor, ProbedModule):
 
     @property
     def keeps_gradients(self) -> bool:
-        """Whether a captured step leaves its gradients where the captured update reads them."""
-        return self._update is not None and self.module.trainer.accumulate_grad_batches == 1 and self._in_one_piece
+        """Whether the captured update reads the gradients of captured steps directly, without accumulation."""
+        return (
+            self._update is not None and self.module.trainer.accumulate_grad_batches == 1 and not self._splits_batches
+        )
 
     def backward(self, loss: Tensor, *args: Any, **kwargs: Any) -> None:
         if self.keeps_gradients:
-            assert isinstance(self.engine, SparingEngine)
+            assert isinstance(self.engine, MemoryLimitedEngine)
             assert isinstance(self.engine.inner, GraphsEngine)
-            self.engine.inner.bring_gradients()
+            self.engine.inner.assign_gradients()
             if isinstance(self.weighting, Uncertainty):
-                self.weighting.bring_gradient()
+                self.weighting.assign_gradient()
             return
         try:
             with self.module.precision.applied(self.module.precision_now):
                 loss.backward(*args, **kwargs)
         except Exception as error:
-            raise_if_memory(error, self._batch)
+            raise_memory_error(error, self._batch)
             raise
 
     def clips_gradients(self, value: float | None, algorithm: str | None) -> bool:
@@ -262,17 +265,18 @@ class FramesExecutor(StepExecutor, ProbedModule):
             self._average(self.ema)
         self._discarded = False
         self._steps_averaged = self.module.trainer.global_step
-        loader: Any = self.module.trainer.train_dataloader
+        loader = self.module.trainer.train_dataloader
+        assert isinstance(loader, FrameLoader)
         n_frames = loader.own_frames(batch_idx)
         self.module.throughput.count(frames=n_frames, atoms=batch["positions"].shape[0] if n_frames else 0)
 
     def _average(self, average: WeightAverage) -> None:
         if self._discarded is False:
             average.update()
-        else:  # the step counts, the weights of it do not
+        else:  # the step is counted, but its weights do not enter the average
             share = average.next_share()
             if isinstance(self._discarded, Tensor):
-                average.take_in(torch.where(self._discarded, 0.0, share))
+                average.update_with_share(torch.where(self._discarded, 0.0, share))
 
     # ---- validation
 
@@ -283,9 +287,8 @@ class FramesExecutor(StepExecutor, ProbedModule):
         self.val_errors.add(measured.errors)
 
     def _evaluate(self, batch: Batch) -> Measured:
-        eager = SparingEngine(
-            self._eager, split=False
-        )  # it may need more memory than the engine, and is then done in parts
+        # The eager engine may need more memory than others.
+        eager = MemoryLimitedEngine(self._eager, split=False)
         if self.engine is None:
             return eager.evaluate(batch)
         if not self._evaluation_is_checked and self.starter is not None:
@@ -317,25 +320,13 @@ class FramesExecutor(StepExecutor, ProbedModule):
         if isinstance(self.weighting, SoftAdapt):
             stored = state["weighting"]
             self.weighting.load_state_dict(stored)
-            self.weighting.sums = own_sums(stored["sums"], self.module.ranks)["sums"]
+            self.weighting.sums = sums_of_rank(stored["sums"], self.module.ranks)["sums"]
 
     def deployed_state(self) -> dict[str, Tensor]:
-        return trainable.plain_state(self.potential)
+        return trainable.merged_state(self.potential)
 
 
-def _decays(optimizer: Any) -> bool:
-    """Whether the optimiser knows a decay of weights, which variances have no part in."""
-    probe = build_optimiser(optimizer, [torch.nn.Parameter(torch.zeros(2, 2))], lr=1.0)
-    return "weight_decay" in probe.defaults
-
-
-def _once(ask: Callable[[], Tensor]) -> Callable[[], Tensor]:
-    """The same question, asked at most once."""
-    answers: list[Tensor] = []
-
-    def answer() -> Tensor:
-        if not answers:
-            answers.append(ask())
-        return answers[0]
-
-    return answer
+def _decays(optimizer: str | dict[str, Any]) -> bool:
+    """Whether the optimiser has a weight decay, which must not apply to variances."""
+    example = build_optimiser(optimizer, [torch.nn.Parameter(torch.zeros(2, 2))], lr=1.0)
+    return "weight_decay" in example.defaults

@@ -13,6 +13,7 @@ from typing import Any
 import lightning as L
 import torch
 from torch import Tensor, nn
+from torch.optim.lr_scheduler import CosineAnnealingLR
 
 from forgefield.errors import ForgefieldError
 from forgefield.parallel.ranks import Ranks, single_process
@@ -20,12 +21,18 @@ from forgefield.parallel.reductions import StepExchange
 from forgefield.tasks.schedules import StepState
 from forgefield.training.executor import StepExecutor, TaskLike
 from forgefield.training.optim.averages import weight_average
-from forgefield.training.optim.optimisers import build_optimiser, build_scheduler, fit_length, rescale_learning_rates
-from forgefield.training.optim.schedules import relative_learning_rate
+from forgefield.training.optim.optimisers import (
+    SchedulerDescription,
+    build_optimiser,
+    build_scheduler,
+    fit_length,
+    rescale_learning_rates,
+)
+from forgefield.training.optim.schedules import StepSchedule, relative_learning_rate
 from forgefield.training.optim.update import portable_optimiser_states
 from forgefield.training.options import TrainingOptions
 from forgefield.training.precision import Precision
-from forgefield.training.trainer import epochs_of_fit, fit_epoch_length
+from forgefield.training.trainer import epochs_of_fit, set_epoch_length, training_loader
 
 
 class Throughput:
@@ -66,18 +73,6 @@ class Throughput:
         """Rate of one kind of sample; None where nothing was counted, or nothing of that kind is."""
         count = self._counts.get(name, 0)
         return count / self.seconds if count and self.seconds > 0 else None
-
-    @property
-    def frames_per_second(self) -> float | None:
-        return self.per_second("frames")
-
-    @property
-    def atoms_per_second(self) -> float | None:
-        return self.per_second("atoms")
-
-    @property
-    def points_per_second(self) -> float | None:
-        return self.per_second("points")
 
     def take(self) -> dict[str, float | int | None]:
         """The counts since the last call, and a fresh start."""
@@ -150,8 +145,8 @@ class TrainingModule(L.LightningModule):
         self._world_size_before: int | None = None
         self._schedule_length: int | None = None
         self._schedule_unit = "epoch"
-        self.schedule: dict[str, Any] | None = None
-        """The scheduler of learning rates as Lightning describes one."""
+        self.schedule: SchedulerDescription | None = None
+        """The scheduler of learning rates."""
         executor.attach(self)
 
     def __setattr__(self, name: str, value: Any) -> None:
@@ -201,9 +196,9 @@ class TrainingModule(L.LightningModule):
 
     def on_train_epoch_start(self) -> None:
         self.executor.on_train_epoch_start()
-        loader: Any = self.trainer.train_dataloader
+        loader = training_loader(self.trainer)
         loader.set_epoch(self.trainer.current_epoch)
-        fit_epoch_length(self.trainer, loader)
+        set_epoch_length(self.trainer, loader)
         self.throughput.resume()
 
     def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
@@ -348,8 +343,9 @@ class TrainingModule(L.LightningModule):
             steps=self.executor.steps_of_fit,
             lr_factor=self.lr_factor,
         )
-        if "T_max" not in self.options.scheduler:
-            self._schedule_length = getattr(scheduler["scheduler"], "T_max", None)
+        curve = scheduler["scheduler"]
+        if "T_max" not in self.options.scheduler and isinstance(curve, (StepSchedule, CosineAnnealingLR)):
+            self._schedule_length = curve.T_max
             self._schedule_unit = scheduler["interval"]
         self.schedule = scheduler
         # With manual optimisation, schedulers are stepped by the executor; Lightning only stores their state.
@@ -373,7 +369,7 @@ class TrainingModule(L.LightningModule):
         if self.ema is not None:
             self.ema.load_state_dict(state["ema"])
         self._world_size_before = len(state["sums"])
-        own = own_sums(state["sums"], self.ranks)
+        own = sums_of_rank(state["sums"], self.ranks)
         self.train_loss.sums, self.train_errors.sums = own["train_loss"], own["train_errors"]
         rescale_learning_rates(checkpoint, self.lr_factor / state["lr_factor"])
         self.executor.load_state(state)
@@ -388,8 +384,15 @@ class TrainingModule(L.LightningModule):
         return {name: tensor.detach().cpu().contiguous() for name, tensor in state.items()}
 
 
-def own_sums(stored: list[dict[str, Tensor]], ranks: Ranks) -> dict[str, Tensor]:
-    """What this rank had added up. Where the number of ranks has changed, rank 0 takes over the sums of all."""
+def training_module(module: L.LightningModule) -> TrainingModule:
+    """The module, which has to be Forgefield's."""
+    if not isinstance(module, TrainingModule):
+        raise TypeError(f"{type(module).__name__} is not a TrainingModule")
+    return module
+
+
+def sums_of_rank(stored: list[dict[str, Tensor]], ranks: Ranks) -> dict[str, Tensor]:
+    """The sums of this rank. If the number of ranks has changed, rank 0 gets the sums of all."""
     if len(stored) == ranks.world_size:
         return stored[ranks.rank]
     total = {name: torch.stack([part[name] for part in stored]).sum(0) for name in stored[0]}

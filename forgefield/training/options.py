@@ -158,6 +158,9 @@ class TrainingOptions:
     """Stop the training when the monitored metric no longer improves: {patience: 50}. Default: off."""
     checkpoint: CheckpointOptions = field(default_factory=CheckpointOptions)
     """When checkpoints are saved."""
+    uncertainty: bool = True
+    """Compute uncertainties of energies and forces when the training ends, from the last layer of the best model and at most
+    5000 training frames. Models without a suitable last layer have none."""
     tensorboard: int = option(1, choices=(0, 1, 2))
     """TensorBoard output: 0 none, 1 losses and learning rate, 2 also histograms of weights and gradients."""
 

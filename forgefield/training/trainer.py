@@ -1,7 +1,7 @@
-"""Builds `lightning.Trainer` from the config: everything it takes is passed on; what is set in two places must agree.
+"""Builds `lightning.Trainer` from the config: its options are passed on, and options that are set in two sections must agree.
 
-Also tells Lightning how many batches an epoch has where that differs from epoch to epoch: batches counted in atoms or edges
-pack the frames of an epoch in their order, so one epoch may need one batch more than another. Lightning asks only once.
+Also sets the number of batches of each epoch: with batches limited by atoms or edges, it depends on the order of the frames,
+but Lightning reads it only once.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol, cast
 
 import lightning as L
 from lightning.pytorch.callbacks import (
@@ -46,27 +46,78 @@ from forgefield.training.options import PRECISIONS, TrainingOptions
 from forgefield.training.run.checkpoint import AtomicCheckpointIO
 
 DEFAULT_EPOCHS = 100
-_OUR_PRECISIONS = {
+_PRECISIONS = {
     **dict.fromkeys(("64", "64-true"), "float64"),
     **dict.fromkeys(("16", "16-mixed", "16-true"), "fp16-mixed"),
     **dict.fromkeys(("bf16", "bf16-mixed", "bf16-true"), "bf16-mixed"),
 }
-"""Of what Lightning calls a precision, the nearest of ours."""
-_KINDS: dict[str, tuple[type, ...]] = {
+"""For precisions of Lightning the closest value of `training.precision`."""
+_CLASSES: dict[str, tuple[type, ...]] = {
     "logger": (Logger,),
     "callbacks": (Callback,),
     "strategy": (Strategy,),
     "plugins": (PrecisionPlugin, ClusterEnvironment, CheckpointIO, LayerSync),
     "profiler": (Profiler,),
 }
-"""What an object that a setting of `trainer` describes has to be."""
-assert set(_KINDS) == set(TRAINER_OBJECTS)
+"""Base classes of objects that settings of `trainer` describe."""
+assert set(_CLASSES) == set(TRAINER_OBJECTS)
 
 
-def take_max_seconds(trainer: dict[str, Any]) -> float | None:
-    """Remove `max_time` from the options, in any form Lightning takes, and give it in seconds.
+class Loader(Protocol):
+    """Batches of this rank, epoch by epoch. Positions inside an epoch are counted in samples, over all ranks."""
 
-    Lightning's own timer ends an epoch in its middle; ours saves at a step and stops, so that the resume is exact.
+    @property
+    def epoch(self) -> int: ...
+
+    @property
+    def draws(self) -> int:
+        """Samples of an epoch, over all ranks."""
+        ...
+
+    @property
+    def epochs_are_alike(self) -> bool:
+        """Whether every epoch has the same number of batches."""
+        ...
+
+    def __len__(self) -> int:
+        """Batches of the present epoch, those before the position of `start_at` included."""
+        ...
+
+    def __iter__(self) -> Iterator[Any]: ...
+
+    def batches_in(self, epoch: int) -> int: ...
+
+    def set_epoch(self, epoch: int) -> None: ...
+
+    def start_at(self, sample: int) -> int:
+        """Start the next iteration after this many samples of its epoch; returns the number of its first batch."""
+        ...
+
+    def position(self, batch: int) -> int:
+        """Samples of the present epoch before this batch."""
+        ...
+
+
+def is_quick(trainer: L.Trainer) -> bool:
+    """Whether `trainer.fast_dev_run` is set."""
+    return bool(vars(trainer).get("fast_dev_run"))
+
+
+def training_loader(trainer: L.Trainer) -> Loader:
+    """Forgefield's loader of training batches."""
+    return cast("Loader", trainer.train_dataloader)
+
+
+def callbacks_of(trainer: L.Trainer) -> list[Callback]:
+    """All callbacks of a trainer."""
+    callbacks: list[Callback] = vars(trainer)["callbacks"]
+    return callbacks
+
+
+def pop_max_seconds(trainer: dict[str, Any]) -> float | None:
+    """Remove `max_time`, in any form that Lightning accepts, from the options, and return it in seconds.
+
+    It is not passed to Lightning, because runs that its timer stops cannot be resumed exactly.
     """
     limit = trainer.pop("max_time", None)
     if limit is None:
@@ -75,31 +126,31 @@ def take_max_seconds(trainer: dict[str, Any]) -> float | None:
         return Timer(duration=limit)._duration
     except Exception as error:
         raise ForgefieldError(
-            f"trainer.max_time: '{limit}' is not a time; write DD:HH:MM:SS or {{hours: 2}}."
+            f"trainer.max_time: '{limit}' is not a duration; use DD:HH:MM:SS or {{hours: 2}}."
         ) from error
 
 
-def processes_wanted(config: Config) -> int:
-    """How many processes `trainer.devices` asks for on this machine: all GPUs where it is not given, one on a CPU."""
+def requested_processes(config: Config) -> int:
+    """Number of processes on this machine that `trainer.devices` requests; by default one for each GPU, one on a CPU."""
     options = config.trainer
     devices, accelerator = options.get("devices"), options.get("accelerator", "auto")
     if isinstance(devices, (list, tuple)):
         return len(devices)
     if isinstance(devices, str) and "," in devices:
-        return len([part for part in devices.split(",") if part.strip()])
+        return len([index for index in devices.split(",") if index.strip()])
     if devices in (None, "auto", -1, "-1"):
         return max(device_count(accelerator), 1)
     try:
         return max(int(devices), 1)
     except (TypeError, ValueError):
-        return 1  # Lightning will say what is wrong with it
+        return 1  # Lightning raises an error later
 
 
-def agree_with_training(options: dict[str, Any], training: TrainingOptions) -> None:
-    """Take over what `training` says of settings that Lightning has, too; they must not contradict each other."""
-    _agree(options, "gradient_clip_val", training.clip_norm, "training.clip_norm")
+def merge_training_options(options: dict[str, Any], training: TrainingOptions) -> None:
+    """Set options of the trainer that `training` has as well. Raises ForgefieldError if they contradict each other."""
+    _merge(options, "gradient_clip_val", training.clip_norm, "training.clip_norm")
     accumulate = training.accumulate if training.accumulate != 1 else None
-    _agree(options, "accumulate_grad_batches", accumulate, "training.accumulate")
+    _merge(options, "accumulate_grad_batches", accumulate, "training.accumulate")
 
 
 def build_trainer(
@@ -110,19 +161,21 @@ def build_trainer(
     callbacks: list[Callback],
     ranks: Ranks,
 ) -> L.Trainer:
-    """options: the config's `trainer` section as a plain dict, `max_time` already taken out. first: runs before all others.
-    ranks: who trains; they exist already, and Lightning is told so.
+    """The trainer.
+
+    options: the config's `trainer` section without `max_time`.
+    folder: of the run.
+    first: the callback that runs before all others.
+    ranks: the processes that train together, which exist already.
     """
     register_strategies()
     resolve_accelerator(options, world_size=ranks.world_size)
-    options = {key: _build(value, f"trainer.{key}") if key in _KINDS else value for key, value in options.items()}
+    options = {key: _build(value, f"trainer.{key}") if key in _CLASSES else value for key, value in options.items()}
     if options.get("max_epochs") is None and options.get("max_steps", -1) == -1:
         options["max_epochs"] = DEFAULT_EPOCHS
-    _refuse(options)
-    own = options.pop("callbacks", None) or []
-    plugins = options.pop("plugins", None) or []
-    all_gather = [first, *callbacks, *(own if isinstance(own, list) else [own])]
-    _refuse_averages(all_gather)
+    _check_options(options)
+    all_callbacks = [first, *callbacks, *_as_list(options.pop("callbacks", None))]
+    _refuse_averages(all_callbacks)
     defaults = {
         "default_root_dir": str(folder),
         "logger": False,
@@ -130,26 +183,30 @@ def build_trainer(
         "enable_model_summary": False,
         "log_every_n_steps": 10,
         "inference_mode": False,
-        # Our own checkpoints do not go through Lightning's callback; a user's ModelCheckpoint works beside them.
-        "enable_checkpointing": any(isinstance(callback, Checkpoint) for callback in all_gather),
+        # Forgefield's checkpoints do not use Lightning's callback; a user's ModelCheckpoint can be used in addition.
+        "enable_checkpointing": any(isinstance(callback, Checkpoint) for callback in all_callbacks),
     }
-    plugins = plugins if isinstance(plugins, list) else [plugins]
-    environment = _place_among_ranks(options, ranks.launch)
+    plugins = _as_list(options.pop("plugins", None))
+    environment = _launch_environment(options, ranks.launch)
     plugins = [AtomicCheckpointIO(ranks), environment, *plugins]
     with lightning_errors("trainer", TypeError, ValueError, AssertionError):
-        trainer = L.Trainer(**{**defaults, **options}, callbacks=all_gather, plugins=plugins)
-    # Lightning asks rank 0 before every batch whether it got SIGTERM, and has all ranks wait for the answer, the GPU included.
-    # Here a wish to stop, of any rank, travels with the message that every batch sends anyway.
-    # Its signal handlers send messages too, wherever the process happens to be; ours only take note.
-    trainer.fit_loop.epoch_loop._broadcast_sigterm_tensor = lambda: None  # type: ignore[method-assign]
-    trainer._signal_connector.register_signal_handlers = lambda: None  # type: ignore[method-assign]
+        trainer = L.Trainer(**{**defaults, **options}, callbacks=all_callbacks, plugins=plugins)
+    # Before every batch Lightning broadcasts from rank 0 whether it received SIGTERM, for which all ranks and GPUs wait. Here
+    # requests to stop of all ranks are sent with the message of every batch. Lightning's signal handlers communicate as well,
+    # at any time; Forgefield's only store the request.
+    vars(trainer.fit_loop.epoch_loop)["_broadcast_sigterm_tensor"] = lambda: None
+    vars(trainer._signal_connector)["register_signal_handlers"] = lambda: None
     if ranks.world_size > 1:
-        _require_togetherness(trainer, ranks)
+        _require_gradient_averaging(trainer, ranks)
     return trainer
 
 
-def _require_togetherness(trainer: L.Trainer, ranks: Ranks) -> None:
-    """Refuse what would let ranks go their own ways."""
+def _as_list(value: Any) -> list[Any]:
+    return value if isinstance(value, list) else [] if value is None else [value]
+
+
+def _require_gradient_averaging(trainer: L.Trainer, ranks: Ranks) -> None:
+    """Raise ForgefieldError for strategies that do not average gradients over ranks."""
     strategy = trainer.strategy
     if not isinstance(strategy, DDPStrategy):
         raise ForgefieldError(
@@ -159,19 +216,19 @@ def _require_togetherness(trainer: L.Trainer, ranks: Ranks) -> None:
     backend = strategy.process_group_backend
     if backend is not None and backend not in ranks.backend:
         raise ForgefieldError(
-            f"trainer.strategy: process_group_backend={backend} cannot be had, the processes talk through {ranks.backend}; "
-            "leave it out. In a Lightning script of your own the strategy can choose."
+            f"trainer.strategy: process_group_backend={backend} is not available, because the processes are connected by "
+            f"{ranks.backend}; leave it out. In your own Lightning script the strategy can choose the backend."
         )
 
 
-def _place_among_ranks(options: dict[str, Any], launch: Launch) -> LaunchedEnvironment:
-    """Tell Lightning which devices and nodes there are, and which of them is ours; `options` is completed in place."""
+def _launch_environment(options: dict[str, Any], launch: Launch) -> LaunchedEnvironment:
+    """Lightning's description of the launch. Devices, nodes and strategy are set in `options`."""
     devices = options.get("devices")
     if isinstance(devices, str) and "," in devices:
-        options["devices"] = [int(part) for part in devices.split(",") if part.strip()]
+        options["devices"] = [int(index) for index in devices.split(",") if index.strip()]
     if launch.world_size == 1:
         if launch.launcher != "none" and devices in (None, "auto", -1, "-1"):
-            options["devices"] = 1  # the launcher has started one process, so one device is used
+            options["devices"] = 1  # the launcher has started one process
         port = free_port() if launch.launcher == "none" else launch.master_port
         return LaunchedEnvironment(replace(launch, master_port=port))
     if options.get("strategy") in (None, "auto"):
@@ -180,7 +237,9 @@ def _place_among_ranks(options: dict[str, Any], launch: Launch) -> LaunchedEnvir
     if isinstance(options.get("devices"), list):
         return LaunchedEnvironment(launch)
     gpus = device_count(options.get("accelerator"))
-    if 0 < gpus < launch.local_size:  # the launcher shows each process its own, or several share one
+    if (
+        0 < gpus < launch.local_size
+    ):  # the launcher makes one GPU visible to each process, or several processes share one
         options["devices"] = gpus
         return LaunchedEnvironment(launch, device_index=gpu_index(launch))
     options["devices"] = launch.local_size
@@ -189,10 +248,11 @@ def _place_among_ranks(options: dict[str, Any], launch: Launch) -> LaunchedEnvir
 
 @contextmanager
 def lightning_errors(where: str, *also: type[Exception]) -> Iterator[None]:
-    """What Lightning finds wrong with its settings becomes one sentence.
+    """Convert errors that Lightning raises for its settings to ForgefieldError.
 
-    also: further exceptions that can only come from settings. Around a training there are none: a `TypeError` in there may be a
-    mistake in the user's own model, and its traceback is what the user needs.
+    where: for the message.
+    also: additional exceptions that only settings can cause. Not to be used for a training: a `TypeError` may come from the
+        user's model, and then the traceback is needed.
     """
     expected: tuple[type[Exception], ...] = (MisconfigurationException, *also)
     try:
@@ -206,39 +266,43 @@ def _refuse_averages(callbacks: list[Callback]) -> None:
     for callback in callbacks:
         if isinstance(callback, (StochasticWeightAveraging, WeightAveraging)):
             raise ForgefieldError(
-                f"callbacks: {type(callback).__name__} exchanges weights where checkpoints of a run do not know of it, so a "
-                "resume would not be exact; use training.swa={start: 0.75} or training.ema=0.999."
+                f"callbacks: {type(callback).__name__} exchanges weights without storing it in checkpoints, so a resumed run "
+                "would not be exact; use training.swa={start: 0.75} or training.ema=0.999."
             )
 
 
-def _refuse(options: dict[str, Any]) -> None:
-    """Settings of Lightning that cannot mean here what they say, or that it would stumble over in the middle of a training."""
+def _check_options(options: dict[str, Any]) -> None:
+    """Raise ForgefieldError for options of Lightning that are not supported."""
     for key in ("max_epochs", "max_steps", "min_epochs", "min_steps"):
         if not isinstance(options.get(key, 0), (int, type(None))):
-            raise ForgefieldError(f"trainer.{key} is a whole number, not {options[key]!r}.")
+            raise ForgefieldError(f"trainer.{key} must be an integer, not {options[key]!r}.")
         if key.startswith("max") and options.get(key) == 0:
-            raise ForgefieldError(f"trainer.{key}=0 trains nothing; -1 is without a limit.")
+            raise ForgefieldError(f"trainer.{key}=0 trains nothing; use -1 for no limit.")
     if options.get("precision") not in (None, 32, "32", "32-true"):
         raise ForgefieldError(
-            f"trainer.precision={options['precision']} is not how precision is chosen here; use training.precision="
-            f"{_OUR_PRECISIONS.get(str(options['precision']), ', '.join(PRECISIONS))}, which keeps geometry and energy sums in "
+            f"trainer.precision={options['precision']} is not supported; use training.precision="
+            f"{_PRECISIONS.get(str(options['precision']), ', '.join(PRECISIONS))}, with which geometry and energy sums are "
             "float64."
         )
     if options.get("inference_mode"):
-        raise ForgefieldError("trainer.inference_mode=true cannot be: forces are derivatives, also in validation.")
+        raise ForgefieldError(
+            "trainer.inference_mode=true is not supported, because forces are derivatives, also in validation."
+        )
     if options.get("enable_checkpointing") is False:
         raise ForgefieldError(
-            "trainer.enable_checkpointing=false cannot be: a run is its checkpoints; how often they are written is "
-            "training.checkpoint, and trainer.fast_dev_run leaves none."
+            "trainer.enable_checkpointing=false is not supported, because a run needs checkpoints; set their frequency with "
+            "training.checkpoint, or use trainer.fast_dev_run, which writes none."
         )
     if options.get("limit_train_batches") == 0:
         raise ForgefieldError("trainer.limit_train_batches=0 leaves nothing to train on.")
     if options.get("barebones"):
-        raise ForgefieldError("trainer.barebones=true turns off what makes a run (metrics, checkpoints); leave it out.")
+        raise ForgefieldError(
+            "trainer.barebones=true is not supported, because a run needs metrics and checkpoints; leave it out."
+        )
 
 
-def user_callbacks(specs: Sequence[Any]) -> list[Callback]:
-    """The config's `callbacks`: names of ours, import paths, or {name: name or path, argument: value}."""
+def build_callbacks(specs: Sequence[str | dict[str, Any]]) -> list[Callback]:
+    """The config's `callbacks`: names of Forgefield's callbacks, import paths, or {name: name or path, argument: value}."""
     built = [_build(spec, "callbacks") for spec in specs]
     for item in built:
         if not isinstance(item, Callback):
@@ -247,14 +311,14 @@ def user_callbacks(specs: Sequence[Any]) -> list[Callback]:
     for key in keys:
         if keys.count(key) > 1:
             raise ForgefieldError(
-                f"callbacks: {key} is there twice, and its state can be kept only once; leave one out."
+                f"callbacks: {key} is listed twice, but its state can be stored only once; leave one out."
             )
     return built
 
 
 def _build(value: Any, where: str) -> Any:
-    """An object from {name: import.path, argument: value}; an import path in `callbacks`; anything else as it is. Its class is
-    checked before it is called."""
+    """The object that {name: import.path, argument: value} or, in `callbacks`, an import path describes; any other value as it
+    is. The class is checked before it is called."""
     if isinstance(value, list):
         return [_build(item, where) for item in value]
     if isinstance(value, str) and where.endswith("callbacks"):
@@ -263,14 +327,14 @@ def _build(value: Any, where: str) -> Any:
         return value
     if "name" not in value:
         raise ForgefieldError(
-            f"{where}: an object is described by {{name: import.path, argument: value}}; name is missing."
+            f"{where}: an object is written as {{name: import.path, argument: value}}; name is missing."
         )
     arguments = {key: item for key, item in value.items() if key != "name"}
     kind, name = where.rpartition(".")[2], str(value["name"])
     if kind == "callbacks" and "." not in name:
-        cls = short_callback(name)
+        cls = builtin_callback(name)
     else:
-        cls = import_class(name, _KINDS[kind], where=where, trust=CONFIG)
+        cls = import_class(name, _CLASSES[kind], where=where, trust=CONFIG)
     check_signature(cls, arguments, where=where)
     try:
         return cls(**arguments)
@@ -280,17 +344,17 @@ def _build(value: Any, where: str) -> Any:
         raise ForgefieldError(f"{where}={name}: {sentence}") from error
 
 
-def _agree(options: dict[str, Any], key: str, ours: Any, name: str) -> None:
-    theirs = options.get(key)
-    if ours is None:
+def _merge(options: dict[str, Any], key: str, value: float | None, name: str) -> None:
+    """Set an option of the trainer to the value of the setting `name`, if it has one."""
+    if value is None:
         return
-    if theirs is not None and theirs != ours:
-        raise ForgefieldError(f"{name}={ours} and trainer.{key}={theirs} contradict each other; keep one.")
-    options[key] = ours
+    if options.get(key) is not None and options[key] != value:
+        raise ForgefieldError(f"{name}={value} and trainer.{key}={options[key]} contradict each other; set only one.")
+    options[key] = value
 
 
-def fit_epoch_length(trainer: L.Trainer, loader: Any) -> None:
-    """Called at the start of an epoch, when the loader knows which it is."""
+def set_epoch_length(trainer: L.Trainer, loader: Loader) -> None:
+    """Set Lightning's number of batches of the present epoch; called at its start."""
     fit_loop = trainer.fit_loop
     combined, limit = fit_loop._combined_loader, trainer.limit_train_batches
     n_batches = len(loader)
@@ -308,34 +372,34 @@ def fit_epoch_length(trainer: L.Trainer, loader: Any) -> None:
         trainer.val_check_batch = max(1, int(n_batches * trainer.val_check_interval))
 
 
-PLANNED = 5_000_000
-"""Frames over all epochs up to which every epoch of a fit is planned to count its steps."""
+MAX_COUNTED_FRAMES = 5_000_000
+"""Steps are counted exactly if epochs have different lengths and the training has at most this many frames over all epochs."""
 
 
 def steps_of_fit(trainer: L.Trainer) -> int:
-    """Optimiser steps of the whole training, for schedules that are as long; -1 where there is no end."""
+    """Number of optimiser steps of the training; -1 without limit."""
     estimate = trainer.estimated_stepping_batches
     if not math.isfinite(estimate):
         return -1
     loader: Any = trainer.train_dataloader
     epochs = trainer.max_epochs
     same = getattr(loader, "epochs_are_alike", True) or trainer.limit_train_batches != 1.0 or trainer.max_steps != -1
-    if same or epochs in (None, -1) or epochs * loader.draws > PLANNED:
+    if same or epochs is None or epochs == -1 or epochs * loader.draws > MAX_COUNTED_FRAMES:
         return int(estimate)
     return sum(math.ceil(loader.batches_in(epoch) / trainer.accumulate_grad_batches) for epoch in range(epochs))
 
 
 def epochs_of_fit(trainer: L.Trainer) -> int:
-    """Epochs of the whole training, the last one perhaps cut short by `max_steps`; -1 where there is no end."""
+    """Number of epochs of the training, an incomplete last one included; -1 without limit."""
     epochs = -1 if trainer.max_epochs is None else int(trainer.max_epochs)
     if trainer.max_steps < 0:
         return epochs
-    of_epoch = max(1, math.ceil(trainer.num_training_batches / trainer.accumulate_grad_batches))
-    by_steps = math.ceil(trainer.max_steps / of_epoch)
+    steps_per_epoch = max(1, math.ceil(trainer.num_training_batches / trainer.accumulate_grad_batches))
+    by_steps = math.ceil(trainer.max_steps / steps_per_epoch)
     return by_steps if epochs < 0 else min(epochs, by_steps)
 
 
-CALLBACKS = {
+CALLBACKS: dict[str, str] = {
     "gradient_check": "forgefield.diagnosis.gradient_check.GradientCheck",
     "forward_nan": "forgefield.diagnosis.forward_nan.ForwardNaNDetection",
     "training_helper": "forgefield.diagnosis.training_helper.TrainingHelper",
@@ -348,11 +412,12 @@ CALLBACKS = {
 }
 
 
-def short_callback(name: str) -> Any:
-    """The class of one of Forgefield's callbacks by its short name."""
+def builtin_callback(name: str) -> type[Callback]:
+    """The class of one of Forgefield's callbacks."""
     if name not in CALLBACKS:
         raise ForgefieldError(
-            f"callbacks: there is no '{name}'; there are {', '.join(CALLBACKS)}, and import paths such as "
+            f"callbacks: unknown name '{name}'; available are {', '.join(CALLBACKS)}, and import paths such as "
             f"my_callbacks.Announce.{did_you_mean(str(name), CALLBACKS)}"
         )
-    return builtin_class(CALLBACKS[name])
+    cls: type[Callback] = builtin_class(CALLBACKS[name])
+    return cls

@@ -1,7 +1,7 @@
-"""Weights of targets that find themselves: by how fast each loss falls (SoftAdapt), or by how well it is learnt (uncertainty).
+"""Self-adapting loss weights: from the rate at which each loss decreases (SoftAdapt), or from learnt variances (uncertainty).
 
-Both multiply the weights of the task by factors, in the tensors that every engine reads. They are made of losses of all ranks
-together, so that ranks agree. Losses are reported with the task's own weights all the same.
+Both multiply the weights of the task by factors, in the tensors that every engine reads. The factors are computed from losses
+of all ranks and are the same on all ranks. Losses are reported with the weights of the task.
 """
 
 from __future__ import annotations
@@ -24,7 +24,8 @@ WHERE = "training.weighting"
 
 @dataclass(frozen=True)
 class SoftAdaptOptions:
-    """every: steps between two changes of the weights. beta: how much slopes matter; above 0 what falls slowest weighs most."""
+    """every: number of steps between two changes of the weights. beta: sensitivity; above 0, targets that improve slowly weigh
+    more."""
 
     every: int = 50
     beta: float = 1.0
@@ -32,7 +33,7 @@ class SoftAdaptOptions:
 
 @dataclass(frozen=True)
 class UncertaintyOptions:
-    """lr: learning rate of the variances over that of the model."""
+    """lr: learning rate of the variances as a factor of that of the model."""
 
     lr: float = 1.0
 
@@ -40,60 +41,62 @@ class UncertaintyOptions:
 OPTIONS = {"softadapt": SoftAdaptOptions, "uncertainty": UncertaintyOptions}
 
 
-def weighting_options(given: Any) -> SoftAdaptOptions | UncertaintyOptions | None:
-    """The setting `training.weighting`, or one sentence on what is wrong with it."""
-    if given is None:
+def weighting_options(setting: str | Mapping[str, Any] | None) -> SoftAdaptOptions | UncertaintyOptions | None:
+    """The options in the setting `training.weighting`. Raises ForgefieldError for an invalid one."""
+    if setting is None:
         return None
-    values = {"name": given} if isinstance(given, str) else given
+    values = {"name": setting} if isinstance(setting, str) else setting
     if not isinstance(values, Mapping) or not isinstance(values.get("name"), str):
         raise ForgefieldError(
-            f"{WHERE} is {given!r}; it should be a name ({', '.join(OPTIONS)}) or {{name: ..., option: ...}}."
+            f"{WHERE} is {setting!r}; it must be a name ({', '.join(OPTIONS)}) or {{name: ..., option: ...}}."
         )
     name = values["name"].lower()
     if name not in OPTIONS:
         raise ForgefieldError(
-            f"{WHERE}: there is no '{name}'.{did_you_mean(name, OPTIONS)} Known: {', '.join(OPTIONS)}."
+            f"{WHERE}: unknown name '{name}'.{did_you_mean(name, OPTIONS)} Available: {', '.join(OPTIONS)}."
         )
-    known = {field.name: field for field in fields(OPTIONS[name])}
-    rest = {str(key): value for key, value in values.items() if key != "name"}
-    value: Any
-    for key, value in rest.items():
-        if key not in known:
-            hint = did_you_mean(key, known) or f" It has: {', '.join(known)}."
+    valid = {field.name: field for field in fields(OPTIONS[name])}
+    options: dict[str, Any] = {str(key): value for key, value in values.items() if key != "name"}
+    for key, value in options.items():
+        if key not in valid:
+            hint = did_you_mean(key, valid) or f" Its options: {', '.join(valid)}."
             raise ForgefieldError(f"{WHERE}.{key} is not an option of {name}.{hint}")
-        whole = known[key].type == "int"
-        right = isinstance(value, int) if whole else isinstance(value, (int, float))
-        if not right or isinstance(value, bool) or not math.isfinite(value) or (key != "beta" and not value > 0):
+        is_integer = valid[key].type == "int"
+        has_type = isinstance(value, int) if is_integer else isinstance(value, (int, float))
+        if not has_type or isinstance(value, bool) or not math.isfinite(value) or (key != "beta" and not value > 0):
             raise ForgefieldError(
-                f"{WHERE}.{key} is {value!r}; it is a {'positive whole' if whole else 'finite'} number."
+                f"{WHERE}.{key} is {value!r}; it must be a {'positive integer' if is_integer else 'finite number'}."
             )
-    return OPTIONS[name](**rest)
+    return OPTIONS[name](**options)
 
 
-def build_weighting(given: Any, task: Task, optimizer: Any) -> SoftAdapt | Uncertainty | None:
-    """What the setting asks for, for this task. optimizer: the setting `training.optimizer`."""
-    options = weighting_options(given)
+def build_weighting(
+    setting: str | Mapping[str, Any] | None, task: Task, optimizer: str | Mapping[str, Any]
+) -> SoftAdapt | Uncertainty | None:
+    """The weighting that `training.weighting` describes, for this task. optimizer: the setting `training.optimizer`."""
+    options = weighting_options(setting)
     if options is None:
         return None
     if len(task.names) < 2:
         raise ForgefieldError(
-            f"{WHERE} balances several targets, and the task has one ({task.names[0]}); leave it out."
+            f"{WHERE} balances several targets, but the task has only one ({task.names[0]}); leave it out."
         )
     if "lbfgs" in str(optimizer).lower():
         raise ForgefieldError(f"{WHERE}: LBFGS evaluates a step several times with one loss; use another optimiser.")
-    kind = SoftAdapt if isinstance(options, SoftAdaptOptions) else Uncertainty
-    return kind(options, len(task.names))  # type: ignore[arg-type]
+    if isinstance(options, SoftAdaptOptions):
+        return SoftAdapt(options, len(task.names))
+    return Uncertainty(options, len(task.names))
 
 
 class SoftAdapt:
-    """factor_k = n softmax(beta s)_k over the n targets, with s_k the relative change of the loss of target k between the last
-    two stretches of `every` steps, over the sum of the sizes of all changes.
+    """factor_k = n softmax(beta s)_k over the n targets, where s_k is the relative change of the loss of target k between the
+    last two intervals of `every` steps, divided by the sum of the magnitudes of all changes.
     """
 
     def __init__(self, options: SoftAdaptOptions, n_targets: int) -> None:
         self.options = options
         self.sums = torch.zeros(2, n_targets, dtype=torch.float64)
-        """Numerators and denominators of the losses of this stretch, on this rank."""
+        """Numerators and denominators of the losses of this interval, on this rank."""
         self.before = torch.full((n_targets,), torch.nan, dtype=torch.float64)
         self.factors = torch.ones(n_targets, dtype=torch.float64)
         self._changed_at = 0
@@ -103,28 +106,28 @@ class SoftAdapt:
         self.sums = self.sums.to(sums.device) + sums
 
     def before_batch(self, step: int, task: Task, ranks: Ranks, device: torch.device) -> None:
-        """Change the weights where it is time; all ranks come here at the same step."""
+        """Change the weights at the end of an interval. All ranks call this at the same step."""
         if step > self._changed_at and step % self.options.every == 0:
             self._changed_at = step
-            whole = ranks.all_reduce(self.sums.to(device)) if ranks.world_size > 1 else self.sums
-            self._change(whole.cpu())
+            total = ranks.all_reduce(self.sums.to(device)) if ranks.world_size > 1 else self.sums
+            self._change(total.cpu())
             self.sums = torch.zeros_like(self.sums)
         task.adapt(self.factors, device)
 
     def _change(self, sums: Tensor) -> None:
         now = torch.where(sums[1] > 0, sums[0] / sums[1], self.before)
         slopes = (now - self.before) / self.before.clamp(min=1e-300)
-        known = slopes.isfinite()
+        finite = slopes.isfinite()
         self.before = now
-        if int(known.sum()) < 2:
+        if int(finite.sum()) < 2:
             return
-        slopes = torch.where(known, slopes, 0.0)
+        slopes = torch.where(finite, slopes, 0.0)
         slopes = slopes / slopes.abs().sum().clamp(min=1e-300)
         shares = torch.softmax(self.options.beta * slopes, 0)
         self.factors = len(shares) * shares
 
     def state_dict(self) -> dict[str, Any]:
-        """All but `sums`, which each rank has its own of."""
+        """Everything except `sums`, which differ between ranks."""
         return {"before": self.before.clone(), "factors": self.factors.clone(), "changed_at": self._changed_at}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -133,9 +136,8 @@ class SoftAdapt:
 
 
 class Uncertainty(nn.Module):
-    """Minimises sum_k exp(-s_k) w_k L_k + s_k over weights and the logarithms s of the variances (Kendall, Gal and Cipolla,
-    2018, times two): factor_k = exp(-s_k). Targets without weight are left out,
-    and in a step those that none of its frames is labelled for.
+    """Minimises sum_k exp(-s_k) w_k L_k + s_k over the weights of the model and the logarithms s of variances (Kendall, Gal and
+    Cipolla, 2018, times two): factor_k = exp(-s_k). Targets with a weight of zero, or without labels in a step, are left out.
     """
 
     def __init__(self, options: UncertaintyOptions, n_targets: int) -> None:
@@ -143,27 +145,28 @@ class Uncertainty(nn.Module):
         self.options = options
         self.log_variances = nn.Parameter(torch.zeros(n_targets, dtype=torch.float64))
         self._gradient: Tensor | None = None
-        self._lying: Tensor | None = None
+        self._static_gradient: Tensor | None = None
 
     def before_batch(self, step: int, task: Task, ranks: Ranks, device: torch.device) -> None:
         task.adapt(torch.exp(-self.log_variances.detach()), device)
 
     def loss(self, sums: Tensor, counts: Tensor, weights: Tensor) -> Tensor:
-        """What is added to the loss of a step: its value is the sum of s, its gradient in s that of the whole.
+        """Term to add to the loss of a step: its value is the sum of s, its gradient in s that of the total loss.
 
-        sums: (n_targets,) of this rank, times the number of ranks; counts: of all ranks; weights: those of the task.
+        sums: (n_targets,), of this rank, times the number of ranks.
+        counts: (n_targets,), of all ranks.
+        weights: (n_targets,), those of the task.
         """
         weighted = weights * sums / torch.where(counts > 0, counts, 1.0)
-        taking_part = ((weights > 0) & (counts > 0)).to(weighted.dtype)
-        factors = torch.exp(-self.log_variances)
-        made = factors * weighted
-        self._gradient = (taking_part * (1.0 - made)).detach()
-        return (made - made.detach() + taking_part * self.log_variances).sum()
+        included = ((weights > 0) & (counts > 0)).to(weighted.dtype)
+        terms = torch.exp(-self.log_variances) * weighted
+        self._gradient = (included * (1.0 - terms)).detach()
+        return (terms - terms.detach() + included * self.log_variances).sum()
 
-    def bring_gradient(self) -> None:
-        """Let the variances' `grad` be that of the latest step, where it always lies."""
+    def assign_gradient(self) -> None:
+        """Set `grad` of the variances to the gradient of the latest step, in a tensor of fixed address."""
         assert self._gradient is not None
-        if self._lying is None:
-            self._lying = torch.zeros_like(self._gradient)
-        self._lying.copy_(self._gradient)
-        self.log_variances.grad = self._lying
+        if self._static_gradient is None:
+            self._static_gradient = torch.zeros_like(self._gradient)
+        self._static_gradient.copy_(self._gradient)
+        self.log_variances.grad = self._static_gradient

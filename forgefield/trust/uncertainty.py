@@ -13,30 +13,37 @@ frames most probable; so are two scales, one for energies and one for forces, wh
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from forgefield.data.batch import Batch, to_device, with_edges
 from forgefield.data.dataset import GraphDataset
 from forgefield.data.module import FrameData, read_data
-from forgefield.data.sampling.batching import evaluation_budget
-from forgefield.data.sampling.loader import FrameLoader
 from forgefield.errors import ForgefieldError
 from forgefield.inference.evaluate import evaluate_batch, evaluating
-from forgefield.inference.uncertainty import LastLayerUncertainty, write_uncertainty
+from forgefield.inference.uncertainty import LastLayerUncertainty, has_uncertainty, write_uncertainty
 from forgefield.models.edges import EdgeContext, edge_vectors
 from forgefield.models.potential import Potential
 from forgefield.models.resolving import branch_names
+from forgefield.parallel.accelerators import evaluation_device
 from forgefield.parallel.ranks import Ranks, single_process
 from forgefield.runs import PackagedRun, Run
+from forgefield.settings import Config
+from forgefield.training.fit import TrainingResult
+from forgefield.training.run.journal import Journal
 
 DIRECTIONS_PER_WEIGHT = 30
 """Random directions in all frames together, for each weight of the last layer."""
 MOST_DIRECTIONS = 10
 """Random directions in one frame."""
+FRAMES_AFTER_TRAINING = 5000
+"""Training and validation frames, at most, of the pass at the end of a training, evenly spaced, so that it is always short."""
+ATOMS_TOGETHER = 1000
+"""Atoms of a batch, unless a frame has more."""
 FORCE_ROWS = 2000
 """Force components of validation frames that are compared with their uncertainties."""
 REGULARISERS = [10.0**exponent for exponent in range(-14, 1)]
@@ -57,10 +64,10 @@ class Curvature:
     n_forces: int = 0
 
     @classmethod
-    def zero(cls, features: Tensor) -> Curvature:
-        """No terms yet, for features (..., n_weights)."""
-        n = features.shape[-1]
-        return cls(features.new_zeros(n, n), features.new_zeros(n, n))
+    def zero(cls, n_weights: int) -> Curvature:
+        """No terms yet."""
+        sums = torch.zeros(2, n_weights, n_weights, dtype=torch.float64)
+        return cls(sums[0].clone(), sums[1].clone())
 
     def precision(self, energy_error: float, forces_error: float | None) -> Tensor:
         """C without the regulariser. Errors: root mean squares, eV per atom and eV/A."""
@@ -83,57 +90,57 @@ class Residuals:
     forces: Tensor
 
 
-def accumulate(potential: Potential, batches: Iterable[Batch], *, directions: int | None, seed: int = 0) -> Curvature:
-    """The sums over training data.
+def accumulate(
+    potential: Potential, batches: Iterable[Batch], n_weights: int, *, directions: int | None, seed: int = 0
+) -> Curvature:
+    """The sums over training data. n_weights: of the last layer.
 
     directions: random directions along which the features of each frame are differentiated; None: all coordinates, exactly.
     The expectation of a sum over random directions is the exact sum.
     """
-    curvature: Curvature | None = None
+    curvature = Curvature.zero(n_weights)
     generator = torch.Generator().manual_seed(seed)
     for batch in batches:
         features = _features(potential, batch)
-        if curvature is None:
-            curvature = Curvature.zero(features)
         labelled = batch["energy"].isfinite()
         rows = features[labelled] / batch["n_atoms"][labelled].unsqueeze(1)
-        curvature.energies += rows.T @ rows
+        curvature.energies += (rows.T @ rows).cpu()
         curvature.n_energies += len(rows)
         has_force = batch["forces"].isfinite()
         curvature.n_forces += int(has_force.sum())
         weight = 1.0 if directions is None else 1.0 / directions
         for direction in _directions(batch, directions, generator) if has_force.any() else ():
             rows = _slopes(potential, batch, direction * has_force)
-            curvature.forces += weight * (rows.T @ rows)
-    if curvature is None:
-        raise ForgefieldError("There are no training frames to compute uncertainties from.")
+            curvature.forces += weight * (rows.T @ rows).cpu()
     return curvature
 
 
-def residuals(potential: Potential, batches: Iterable[Batch], *, coordinates: int | None, seed: int = 0) -> Residuals:
+def residuals(
+    potential: Potential, batches: Iterable[Batch], n_weights: int, *, coordinates: int | None, seed: int = 0
+) -> Residuals:
     """Errors of labelled frames, and the features that their uncertainties depend on.
 
     coordinates: how many force components of each frame are drawn at random; None: all.
     """
-    generator, parts = torch.Generator().manual_seed(seed), []
+    generator, empty = torch.Generator().manual_seed(seed), torch.zeros(0, dtype=torch.float64)
+    parts = [
+        (torch.zeros(0, n_weights, dtype=torch.float64), empty, empty.long(), empty.new_zeros(0, n_weights), empty)
+    ]
     for batch in batches:
         has_force = batch["forces"].isfinite()
         outputs, _ = evaluate_batch(potential, batch, forces=bool(has_force.any()), stress=False)
-        features, labelled = _features(potential, batch), batch["energy"].isfinite()
-        error = outputs["energy"] - batch["energy"]
-        rows, errors = [features.new_zeros(0, features.shape[1])], [error.new_zeros(0)]
-        if has_force.any() and not potential.forces_are_direct:
-            for direction in _coordinates(batch, coordinates, generator):
-                present = (direction * has_force).abs().sum(1) > 0
-                slopes = _slopes(potential, batch, direction)
-                rows.append(slopes[batch["frame"][present]])
-                errors.append(((outputs["forces"] - batch["forces"])[present] * direction[present]).sum(1))
-        parts.append(
-            (features[labelled], error[labelled], batch["n_atoms"][labelled], torch.cat(rows), torch.cat(errors))
-        )
-    if not parts:
-        raise ForgefieldError("There are no validation frames to calibrate uncertainties with.")
-    return Residuals(*(torch.cat(values) for values in zip(*parts)))
+        labelled = batch["energy"].isfinite()
+        of_energies = _features(potential, batch)[labelled]
+        error = (outputs["energy"] - batch["energy"])[labelled]
+        parts.append((of_energies, error, batch["n_atoms"][labelled], parts[0][3], empty))
+        if not has_force.any() or potential.forces_are_direct:
+            continue
+        errors = torch.where(has_force, outputs["forces"] - batch["forces"], 0.0)
+        for direction in _coordinates(batch, coordinates, generator):
+            present = (direction * has_force).sum(1) > 0
+            rows = _slopes(potential, batch, direction)[batch["frame"][present]]
+            parts.append((*parts[0][:3], rows, (errors * direction).sum(1)[present]))
+    return Residuals(*(torch.cat([value.cpu() for value in values]) for values in zip(*parts)))
 
 
 def calibrate(curvature: Curvature, errors: Residuals) -> LastLayerUncertainty:
@@ -179,8 +186,8 @@ def fit_uncertainty(
     data: FrameData | None = None,
     device: str = "cpu",
     directions: int | None = None,
+    most_frames: int | None = None,
     ranks: Ranks | None = None,
-    with_progress: Callable[[FrameLoader, str], Iterable[Batch]] = lambda loader, what: loader,
 ) -> LastLayerUncertainty:
     """Compute the uncertainties of the best weights of a run and store them in its folder; returns them.
 
@@ -195,10 +202,10 @@ def fit_uncertainty(
     directions
         Directions along which the features of each training frame are differentiated; 0: all coordinates, exactly. Default:
         random ones, 30 for each weight of the last layer in all frames together, between 1 and 10 in each frame.
+    most_frames
+        Training and validation frames that are used at most, evenly spaced. Default: all.
     ranks
         Processes that share the work; rank 0 writes the file.
-    with_progress
-        Wraps the batches of a pass (`training`, `validation`) to show progress.
     """
     ranks = ranks or single_process()
     _require_suitable(run)
@@ -208,18 +215,13 @@ def fit_uncertainty(
             f"Run {run.name} has no validation frames (data.val), with which uncertainties are calibrated; train it with some."
         )
     potential = run.load_potential("best", device)
+    train, val = (_Rows(dataset, most_frames, ranks) for dataset in (data.train, data.val))
     with evaluating(potential, device) as place:
-
-        def batches(dataset: GraphDataset, name: str) -> Iterator[Batch]:
-            loader = FrameLoader(dataset, evaluation_budget(data.options), rank=ranks.rank, world_size=ranks.world_size)
-            for batch in with_progress(loader, name):
-                yield with_edges(to_device(batch, place), potential.cutoff)
-
-        n_weights = _features(potential, next(batches(data.train, ""))).shape[1]
-        number = _number_of_directions(directions, n_weights, data.train)
-        part = accumulate(potential, batches(data.train, "training frames"), directions=number, seed=ranks.rank)
-        drawn = _number_of_coordinates(data.val)
-        errors = residuals(potential, batches(data.val, "validation frames"), coordinates=drawn, seed=ranks.rank)
+        n_weights = _features(potential, next(train.batches(potential, place, alone=True))).shape[1]
+        number = _number_of_directions(directions, n_weights, data.train, train.total)
+        part = accumulate(potential, train.batches(potential, place), n_weights, directions=number, seed=ranks.rank)
+        drawn = _number_of_coordinates(data.val, val.total)
+        errors = residuals(potential, val.batches(potential, place), n_weights, coordinates=drawn, seed=ranks.rank)
     curvature = _summed(part, ranks)
     gathered = ranks.all_gather(errors)
     joined = Residuals(*(torch.cat(values) for values in zip(*(vars(one).values() for one in gathered))))
@@ -227,8 +229,34 @@ def fit_uncertainty(
     uncertainty = replace(uncertainty, about={**uncertainty.about, "directions": number})
     if ranks.is_rank_zero:
         sums = {"curvature_energies": curvature.energies, "curvature_forces": curvature.forces}
-        write_uncertainty(run, uncertainty, sums)
+        write_uncertainty(run, uncertainty, sums | _validation(uncertainty, joined))
     return uncertainty
+
+
+def _validation(uncertainty: LastLayerUncertainty, errors: Residuals) -> dict[str, Tensor]:
+    """Errors and uncertainties (n, 2) of validation frames, for the report: of energies per atom, eV, and forces, eV/A."""
+    spread = uncertainty.of_features(errors.energy_features)
+    found = {"validation_energy": torch.stack([errors.energies, spread], 1) / errors.n_atoms.unsqueeze(1)}
+    if uncertainty.forces_scale is not None:
+        spread = uncertainty.forces_scale * torch.linalg.vector_norm(errors.force_features @ uncertainty.factor, dim=1)
+        found["validation_forces"] = torch.stack([errors.forces, spread], 1)
+    return found
+
+
+def fit_after_training(fitted: TrainingResult, config: Config, journal: Journal, ranks: Ranks) -> None:
+    """The uncertainties of a training that has just ended, if they are requested (`training.uncertainty`) and the model has a
+    suitable last layer; otherwise a message states the reason."""
+    run, data = fitted.run, fitted.data
+    if not config.training.uncertainty or not isinstance(data, FrameData):
+        return
+    if ranks.broadcast(ranks.is_rank_zero and has_uncertainty(run)):
+        return
+    device = evaluation_device(config.trainer.get("accelerator"))
+    try:
+        fit_uncertainty(run, data=data, device=device, most_frames=FRAMES_AFTER_TRAINING, ranks=ranks)
+    except ForgefieldError as error:
+        if ranks.is_rank_zero:
+            journal.notify(f"No uncertainties were computed (training.uncertainty): {error}")
 
 
 def training_data(run: Run) -> FrameData:
@@ -256,6 +284,29 @@ def _require_suitable(run: Run) -> None:
             f"Run {run.name} has several branches ({', '.join(branches)}), for which uncertainties are not available; train "
             "one model for each."
         )
+
+
+class _Rows:
+    """The frames of a data set that this process uses: its share of at most `most` evenly spaced ones.
+
+    total: number of frames that all processes use.
+    """
+
+    def __init__(self, dataset: GraphDataset, most: int | None, ranks: Ranks) -> None:
+        n = len(dataset)
+        rows = np.arange(n) if most is None or n <= most else np.linspace(0, n - 1, most).astype(np.int64)
+        self.dataset, self.total = dataset, len(rows)
+        self.rows = rows[ranks.rank :: ranks.world_size]
+
+    def batches(self, potential: Potential, device: torch.device, *, alone: bool = False) -> Iterator[Batch]:
+        """alone: a single frame, which every process has."""
+        for rows in [np.zeros(1, dtype=np.int64)] if alone else self._parts():
+            yield with_edges(to_device(self.dataset.batch(rows), device), potential.cutoff)
+
+    def _parts(self) -> Iterator[np.ndarray]:
+        """Consecutive rows of up to `ATOMS_TOGETHER` atoms."""
+        block = np.cumsum(self.dataset.n_atoms[self.rows]) // ATOMS_TOGETHER
+        yield from np.split(self.rows, np.flatnonzero(np.diff(block)) + 1) if len(self.rows) else ()
 
 
 def _features(potential: Potential, batch: Batch) -> Tensor:
@@ -299,21 +350,19 @@ def _coordinates(batch: Batch, number: int | None, generator: torch.Generator) -
         yield flat.view(positions.shape).to(positions.device)
 
 
-def _number_of_directions(requested: int | None, n_weights: int, train: GraphDataset) -> int | None:
-    """Random directions of each frame; None for all coordinates."""
+def _number_of_directions(requested: int | None, n_weights: int, train: GraphDataset, n_frames: int) -> int | None:
+    """Random directions of each of n_frames; None for all coordinates."""
     if requested is not None:
         if requested < 0:
             raise ForgefieldError(f"directions is {requested}; it should be 0 (all coordinates) or more.")
         return requested or None
-    number = min(max(1, math.ceil(DIRECTIONS_PER_WEIGHT * n_weights / len(train))), MOST_DIRECTIONS)
+    number = min(max(1, math.ceil(DIRECTIONS_PER_WEIGHT * n_weights / n_frames)), MOST_DIRECTIONS)
     return None if number >= 3 * int(train.n_atoms.max()) else number
 
 
-def _number_of_coordinates(val: GraphDataset) -> int | None:
-    """Force components of each validation frame to compare; None for all."""
-    if 3 * int(val.n_atoms.sum()) <= FORCE_ROWS:
-        return None
-    return max(1, math.ceil(FORCE_ROWS / len(val)))
+def _number_of_coordinates(val: GraphDataset, n_frames: int) -> int | None:
+    """Force components to compare of each of n_frames validation frames; None for all."""
+    return None if 3 * int(val.n_atoms.sum()) <= FORCE_ROWS else max(1, math.ceil(FORCE_ROWS / n_frames))
 
 
 def _summed(part: Curvature, ranks: Ranks) -> Curvature:

@@ -34,7 +34,7 @@ from forgefield.runs import Run
 from forgefield.settings import Config
 from forgefield.training.fit import fit
 from forgefield.training.run.journal import Journal
-from forgefield.training.trainer import processes_wanted
+from forgefield.training.trainer import requested_processes
 from forgefield.tuning.options import Dimension, TuneOptions, override, read_space, short
 from forgefield.tuning.page import write_page
 from forgefield.tuning.study import (
@@ -185,7 +185,7 @@ def prepare(
         raise ForgefieldError("'name' is missing: a search needs a name for its folder.")
     search = Search(source, tuple(overrides), base, options, tuple(dimensions), trust_code)
     search.config({d.key: d.example() for d in dimensions}, "0000", 0)  # raises an error for a key that does not exist
-    if processes_wanted(base) > 1 and base.trainer.get("devices") not in (None, "auto", -1, "-1"):
+    if requested_processes(base) > 1 and base.trainer.get("devices") not in (None, "auto", -1, "-1"):
         raise ForgefieldError(
             f"trainer.devices={base.trainer['devices']}: each trial is trained in one process on one device; start as many "
             "workers as there are devices (--workers)."

@@ -24,7 +24,7 @@ import numpy as np
 from lightning.pytorch.callbacks import Callback
 
 from forgefield.errors import ForgefieldError
-from forgefield.training.callbacks.monitor import epoch_is_whole
+from forgefield.training.callbacks.monitor import epoch_is_complete
 from forgefield.tuning.options import Dimension, TuneOptions, storable
 
 if TYPE_CHECKING:
@@ -149,7 +149,7 @@ class ReportTrial(Callback):
             self._take(trainer)
 
     def on_train_epoch_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        if self.monitor.startswith("train/") and epoch_is_whole(trainer):
+        if self.monitor.startswith("train/") and epoch_is_complete(trainer):
             self._take(trainer)
 
     def state_dict(self) -> dict[str, list[float]]:

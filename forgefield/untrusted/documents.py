@@ -23,7 +23,7 @@ def load_json(text: str | bytes, object_pairs_hook: Callable[[list[tuple[str, An
         raise ValueError("it is nested too deeply") from None
 
 
-def compose_yaml_node(text: str, loader: Any = yaml.SafeLoader) -> yaml.Node | None:
+def compose_yaml_node(text: str, loader: object = yaml.SafeLoader) -> yaml.Node | None:
     """The tree of a YAML document, checked: whatever is wrong with the text is a yaml.YAMLError."""
     try:
         _has_aliases(text, loader)
@@ -50,7 +50,7 @@ def load_yaml(text: str) -> Any:
         raise yaml.YAMLError(str(error)) from None
 
 
-def _has_aliases(text: str, loader: Any) -> bool:
+def _has_aliases(text: str, loader: object) -> bool:
     """Whether a document has aliases. Nesting is limited here, because the loader written in C overflows its stack."""
     depth, found = 0, False
     for event in yaml.parse(text, Loader=loader):

@@ -19,7 +19,7 @@ import os
 import pickle
 import re
 import zipfile
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -36,6 +36,9 @@ _LONGEST = 2**31
 """Sizes and strides of tensors are below this."""
 _UNFOLDED = 10**6, 10
 """What is named in several places counts in each; all together may be this many values, and this many a byte of pickle."""
+
+
+Container = dict[Any, Any] | list[Any] | tuple[Any, ...] | set[Any] | frozenset[Any]
 
 
 class RefusedPickle(Exception):
@@ -77,7 +80,7 @@ class _Maker:
     def __call__(self, *args: object) -> Any:
         return self._function(*args)
 
-    def __setstate__(self, state: Any) -> None:
+    def __setstate__(self, state: object) -> None:
         raise RefusedPickle("it tries to change a function")
 
 
@@ -86,12 +89,12 @@ class _Dtype:
 
     __slots__ = ("dtype",)
 
-    def __init__(self, code: Any, *_: object) -> None:
+    def __init__(self, code: object, *_: object) -> None:
         if not isinstance(code, str) or not _PLAIN_DTYPE.fullmatch(code):
             raise RefusedPickle(f"it holds an array of {code!r}; only numbers and text are read")
         self.dtype = np.dtype(code)
 
-    def __setstate__(self, state: Any) -> None:
+    def __setstate__(self, state: tuple[Any, ...]) -> None:
         order, names = state[1], state[2:5]
         if order not in ("<", ">", "|", "=") or any(item is not None for item in names):
             raise RefusedPickle("it holds a structured array; only arrays of numbers and text are read")
@@ -107,7 +110,7 @@ class _Array:
     def __init__(self) -> None:
         self.array: np.ndarray | None = None
 
-    def __setstate__(self, state: Any) -> None:
+    def __setstate__(self, state: tuple[Any, ...]) -> None:
         _, shape, dtype, fortran, data = state
         self.array = _from_buffer(data, dtype, shape, "F" if fortran else "C")
 
@@ -120,22 +123,22 @@ class _Storage:
     def __init__(self, values: np.ndarray) -> None:
         self.values = values
 
-    def __setstate__(self, state: Any) -> None:
+    def __setstate__(self, state: object) -> None:
         raise RefusedPickle("it tries to change the numbers of a tensor")
 
 
-def _from_buffer(data: Any, dtype: Any, shape: Any, order: Any = "C", *_: object) -> np.ndarray:
+def _from_buffer(data: object, dtype: object, shape: Sequence[int], order: object = "C", *_: object) -> np.ndarray:
     if not isinstance(dtype, _Dtype) or not isinstance(data, (bytes, bytearray, str)) or order not in ("C", "F"):
         raise RefusedPickle("it holds an array that is not one of numbers or text")
     raw = data.encode("latin1") if isinstance(data, str) else data  # written by Python 2
     return np.frombuffer(raw, dtype.dtype).reshape(shape, order=order).astype(dtype.dtype.newbyteorder("="), copy=False)
 
 
-def _scalar(dtype: Any, data: Any = b"") -> Any:
+def _scalar(dtype: object, data: object = b"") -> Any:
     return _from_buffer(data, dtype, ())[()]
 
 
-def _encode(text: Any, codec: Any) -> bytes:
+def _encode(text: object, codec: object) -> bytes:
     """Bytes, as old protocols write them."""
     if codec != "latin1" or not isinstance(text, str):
         raise RefusedPickle(f"it holds bytes encoded by {codec!r}")
@@ -146,7 +149,7 @@ def _reconstruct(*_: object) -> _Array:
     return _Array()
 
 
-def _load_from_bytes(data: Any) -> _Storage:
+def _load_from_bytes(data: object) -> _Storage:
     """What `torch.storage._load_from_bytes` gives, but through torch's own reader of weights only."""
     import torch
 
@@ -165,7 +168,7 @@ def _load_from_bytes(data: Any) -> _Storage:
     return _Storage(values)
 
 
-def _rebuild_tensor(storage: Any, offset: Any, size: Any, stride: Any, *_: object) -> np.ndarray:
+def _rebuild_tensor(storage: object, offset: object, size: object, stride: object, *_: object) -> np.ndarray:
     if not isinstance(storage, _Storage):
         raise RefusedPickle("it holds a tensor without numbers")
     if not isinstance(size, tuple) or not isinstance(stride, tuple) or len(size) != len(stride):
@@ -211,9 +214,11 @@ class _Settling:
             raise RefusedPickle("it holds a container that contains itself")
         return found
 
-    def _container(self, value: Any) -> tuple[Any, int]:
+    def _container(self, value: Container) -> tuple[Any, int]:
         """`value` stays alive in the whole it belongs to, so that its id stays its own."""
-        flat = [part for pair in dict.items(value) for part in pair] if isinstance(value, dict) else value
+        flat: Iterable[object] = (
+            [part for pair in dict.items(value) for part in pair] if isinstance(value, dict) else value
+        )
         parts, count = [], 1
         for item in flat:
             part, n = self._settle(item)
@@ -361,7 +366,7 @@ class _TorchUnpickler(pickle.Unpickler):
             return allowed[name]
         return Foreign
 
-    def persistent_load(self, pid: Any) -> Tensor:
+    def persistent_load(self, pid: tuple[Any, ...]) -> Tensor:
         kind, dtype, key, _, count = pid
         if kind != "storage" or not isinstance(dtype, torch.dtype):
             raise pickle.UnpicklingError(f"unknown stored object {kind!r}")
@@ -393,7 +398,9 @@ class _RecordUnpickler(_TorchUnpickler):
         return self._classes[origin]
 
 
-def _rebuild_torch_tensor(storage: Tensor, offset: int, size: tuple, stride: tuple, *_: object) -> Tensor:
+def _rebuild_torch_tensor(
+    storage: Tensor, offset: int, size: tuple[int, ...], stride: tuple[int, ...], *_: object
+) -> Tensor:
     last = offset + sum((n - 1) * step for n, step in zip(size, stride, strict=True))
     if min((offset, *size, *stride)) < 0 or (all(size) and last >= storage.numel()):
         raise pickle.UnpicklingError("a tensor reaches beyond its storage")

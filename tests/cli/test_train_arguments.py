@@ -1,6 +1,7 @@
 """Which config and which overrides a command line means."""
 
 import argparse
+import sys
 from pathlib import Path
 
 import pytest
@@ -8,6 +9,7 @@ import pytest
 from forgefield.cli import Parser, main, train
 from forgefield.config.loading import load_config
 from forgefield.errors import ForgefieldError
+from tests.support.launching import start
 
 
 @pytest.fixture(autouse=True)
@@ -20,7 +22,8 @@ def folder(tmp_path, monkeypatch):
 def parsed(*words: str) -> tuple[Path | None, list[str]]:
     parser = Parser(prog="forgefield train")
     train.add_arguments(parser)
-    return train.config_and_overrides(parser.parse(list(words)))
+    args = parser.parse(list(words))
+    return train.config_and_overrides(args, args.words)
 
 
 @pytest.mark.parametrize(
@@ -109,3 +112,10 @@ def test_errors_of_the_config_end_the_command(capsys):
     assert "unknown key 'training.lrr'. Did you mean 'training.lr'?" in capsys.readouterr().err
     assert main(["train", "input.json"]) == 2
     assert "config file input.json not found" in capsys.readouterr().err
+
+
+def test_missing_config_file_is_refused_before_torch_is_imported(tmp_path):
+    code = "import sys; from forgefield.cli import main; print(main(['train', 'nofile.yaml']), 'torch' in sys.modules)"
+    done = start([sys.executable, "-P", "-c", code], tmp_path)
+    assert done.stdout.split() == ["2", "False"], done.stderr
+    assert done.stderr == "error: config file nofile.yaml not found.\n"

@@ -13,7 +13,7 @@ from forgefield.config.loading import load_config
 from forgefield.config.sources import Sources
 from forgefield.config.template import commented_yaml
 from forgefield.settings import Config
-from forgefield.tasks.options import FieldTargetOptions, ScheduleOptions, TargetOptions, TaskOptions, given_targets
+from forgefield.tasks.options import FieldTargetOptions, ScheduleOptions, TargetOptions, TaskOptions, targets_of
 
 DATA = "data: {train: a.xyz, labels: {fields: {band_gap: {unit: eV}, energy_above_hull: {}, q: atom}}}\n"
 
@@ -29,8 +29,8 @@ def test_the_examples_of_the_docs_load(load):
         re.findall(r"```yaml\n(.*?)```", (guides / page).read_text(encoding="utf-8"), re.DOTALL) for page in pages
     ]
     first, turning, extra_outputs = (load(texts[-1]) for texts in examples)
-    assert list(given_targets(first.task)) == ["band_gap", "charge", "dos", "formation_energy", "space_group"]
-    assert [target.kind for target in given_targets(turning.task).values()] == ["vector", "symmetric"]
+    assert list(targets_of(first.task)) == ["band_gap", "charge", "dos", "formation_energy", "space_group"]
+    assert [target.kind for target in targets_of(turning.task).values()] == ["vector", "symmetric"]
     assert extra_outputs.training.lr_groups == {"model.*": 0.1}
 
 
@@ -48,14 +48,14 @@ def test_a_field_is_a_target_by_its_own_name(load):
         },
     )
     assert config.task == expected
-    assert list(given_targets(config.task)) == ["energy", "band_gap", "energy_above_hull", "q"]
+    assert list(targets_of(config.task)) == ["energy", "band_gap", "energy_above_hull", "q"]
 
 
 def test_normalise_on_the_command_line_replaces_the_whole(load):
     config = load(DATA + "task: {band_gap: {normalise: {mean: 1, scale: 2}}}", "task.band_gap.normalise=none")
     assert config.task.fields["band_gap"].normalise == "none"
     config = load(DATA + "task: {band_gap: {}, q: {}}", "~task.q", "task.band_gap=null", "task.energy={}")
-    assert list(given_targets(config.task)) == ["energy"]
+    assert list(targets_of(config.task)) == ["energy"]
 
 
 def test_what_is_written_loads_to_the_same_config_and_shows_no_difference(load, folder):
@@ -113,7 +113,7 @@ def test_targets_that_cannot_be_are_refused_with_their_place(task, sentence, ref
 
 def test_without_declared_fields_a_name_may_be_one_of_a_store_unless_it_looks_like_ours(load, refused):
     config = load("data: {train: a.store}\ntask: {polarisation: {}}")
-    assert list(given_targets(config.task)) == ["polarisation"]
+    assert list(targets_of(config.task)) == ["polarisation"]
     assert "Did you mean 'task.forces'?" in refused("data: {train: a.store}\ntask: {force: {}}")
     assert "Did you mean 'task.energy'?" in refused("task: {forces: {}}", "task.enrgy.weight=3")
     assert "unknown key 'task.bandgap.weight'" in refused(DATA + "task: {q: {}}", "task.bandgap.weight=3")

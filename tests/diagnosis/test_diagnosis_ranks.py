@@ -78,7 +78,7 @@ def test_quick_ways_do_what_they_say_on_two_ranks(tmp_path):
         assert final_state(run)["global_step"] == 4
         assert float((weights(run) - weights(tmp_path / "runs" / "one")).abs().max()) < 1e-11
         assert not (tmp_path / "runs" / f"quick-{strategy}").exists()
-    assert "a quick pass in" in done.stdout
+    assert "a quick test in" in done.stdout
 
 
 def test_quick_ways_do_what_they_say_with_a_traced_engine(tmp_path):

@@ -156,7 +156,7 @@ def test_an_engine_is_accepted_where_the_loss_has_no_gradient_for_moved_labels(t
     found, expected = (read_records(run.path)["gradient_check"] for run in reversed(runs))
     assert found["events"] == expected["events"]
     assert found["bad"] == 1
-    assert "compared on labels moved by -1 of the usual amount" in (runs[1].path / "log.txt").read_text()
+    assert "compared on labels shifted by -1 of the usual amount" in (runs[1].path / "log.txt").read_text()
 
 
 def test_averages_of_the_last_part_are_plain_means(tmp_path, monkeypatch):

@@ -177,7 +177,10 @@ def test_fifty_updates_by_one_kernel_are_those_of_torch(kind, clip):
 def test_gradients_that_are_made_anew_in_every_step_take_one_graph():
     """As those of accumulated batches are."""
     still, moving = Trained(torch.optim.Adam, torch.float32), Trained(torch.optim.Adam, torch.float32)
-    updates = [CapturedUpdate(still.optimiser, None), CapturedUpdate(moving.optimiser, None, still=lambda: False)]
+    updates = [
+        CapturedUpdate(still.optimiser, None),
+        CapturedUpdate(moving.optimiser, None, static_gradients=lambda: False),
+    ]
     kept = []  # so that no two lie in the same place
     for step in range(8):
         for trained in (still, moving):

@@ -45,16 +45,16 @@ def labelled_batch(sizes: list[int]) -> tuple[dict, dict]:
     return batch, outputs
 
 
-@pytest.mark.parametrize("given_denominators", [False, True])
+@pytest.mark.parametrize("external_denominators", [False, True])
 @pytest.mark.parametrize("name", TASKS)
-def test_loss_slopes_and_errors(name, given_denominators):
+def test_loss_slopes_and_errors(name, external_denominators):
     task = Task(TASKS[name], SPECIES)
     errors, weights = task.error_metrics(SPECIES), task.weights_on(torch.device(DEVICE))
     for sizes in ([4, 1, 3], [1] * (ROWS + 1) + [2 * ROWS]):
         batch, outputs = labelled_batch(sizes)
         leaves = {key: outputs[key].detach().requires_grad_() for key in task.outputs}
         sums, counts = task.sums(leaves, batch)
-        denominators = 0.5 * counts + 1 if given_denominators else None
+        denominators = 0.5 * counts + 1 if external_denominators else None
         expected = task.combine(sums, counts if denominators is None else denominators)
         slopes = dict(zip(leaves, torch.autograd.grad(expected, list(leaves.values()))))
         with execution(kernels=True):

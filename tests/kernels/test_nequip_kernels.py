@@ -1,7 +1,7 @@
 """NequIP through generated kernels against NequIP by plain operations: energies, forces, stress and gradients of a training.
 
 On a machine without a GPU the kernels run in Triton's interpreter, which has to be asked for before Triton is imported:
-`TRITON_INTERPRET=1 pytest tests/ops/kernels`.
+`TRITON_INTERPRET=1 pytest tests/kernels`.
 """
 
 import gc

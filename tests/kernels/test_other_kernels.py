@@ -1,7 +1,7 @@
 """Kernels beside the convolution, each against the plain operations it stands for: gates, geometry of edges, edge vectors and
 forces, sums over intervals of a table and over the edges of an atom.
 
-Without a GPU they run in Triton's interpreter: `TRITON_INTERPRET=1 pytest tests/ops/kernels`.
+Without a GPU they run in Triton's interpreter: `TRITON_INTERPRET=1 pytest tests/kernels`.
 """
 
 import pytest

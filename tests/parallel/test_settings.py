@@ -23,7 +23,7 @@ from forgefield.training.optim.schedules import describe_learning_rate, learning
 from forgefield.training.problem.preflight import check_settings
 from forgefield.training.run.journal import Journal
 from forgefield.training.run.start_summary import effective_batch, schedule_rows
-from forgefield.training.trainer import _place_among_ranks, _require_togetherness, processes_wanted
+from forgefield.training.trainer import _launch_environment, _require_gradient_averaging, requested_processes
 from tests.support.helpers import tiny_config
 
 # ---- learning rate
@@ -106,9 +106,9 @@ def test_a_resume_with_another_factor_goes_on_with_the_scaled_curve(spec):
 
 def test_what_is_applied_is_said():
     assert describe_learning_rate(0.01, "sqrt", 4, 2.0) == "lr 0.01 x 2 (scale_lr=sqrt, 4 ranks) = 0.02"
-    assert effective_batch(Budget("frames", 8), 4, 2) == "8 frames x 4 ranks x 2 batches a step = 64 frames a step"
+    assert effective_batch(Budget("frames", 8), 4, 2) == "8 frames x 4 ranks x 2 batches per step = 64 frames per step"
     assert effective_batch(Budget("frames", 1), 1, 1) == "1 frame"
-    assert "counted in steps as written" in schedule_rows({"name": "StepLR", "interval": "step"}, 4)[0][1]
+    assert "counted in steps, of which" in schedule_rows({"name": "StepLR", "interval": "step"}, 4)[0][1]
 
 
 def test_batch_per_rank_from_an_effective_batch(monkeypatch, tmp_path):
@@ -206,7 +206,7 @@ def test_how_many_processes_the_devices_ask_for(devices, accelerator, n, tmp_pat
     config["trainer"] = {**config["trainer"], "accelerator": accelerator}
     if devices is not None:
         config["trainer"]["devices"] = devices
-    assert processes_wanted(load_config(config, [])) == n
+    assert requested_processes(load_config(config, [])) == n
 
 
 # ---- the rest
@@ -272,14 +272,14 @@ def test_a_schedule_as_long_as_the_run_goes_on_at_the_same_place_when_the_run_ha
 def test_devices_written_as_text_are_the_devices_that_are_used():
     launch = replace(single_process().launch, launcher="torchrun", world_size=2, local_size=2, master_port=1)
     options = {"devices": "2,3", "accelerator": "gpu"}
-    _place_among_ranks(options, launch)
+    _launch_environment(options, launch)
     assert options["devices"] == [2, 3]
     assert options["strategy"] == "simple_ddp"
 
 
 def test_one_process_of_a_launcher_uses_one_device():
     options: dict = {}
-    _place_among_ranks(options, replace(single_process().launch, launcher="srun", master_port=1))
+    _launch_environment(options, replace(single_process().launch, launcher="srun", master_port=1))
     assert options["devices"] == 1
 
 
@@ -287,4 +287,4 @@ def test_a_strategy_that_does_not_average_is_refused_also_as_an_object():
     trainer = L.Trainer(accelerator="cpu", devices=1, logger=False, enable_checkpointing=False)
     two = Ranks(replace(single_process().launch, world_size=2, local_size=2), hosts=["a", "a"], backend="gloo")
     with pytest.raises(ForgefieldError, match="SingleDeviceStrategy does not average gradients over the 2 processes"):
-        _require_togetherness(trainer, two)
+        _require_gradient_averaging(trainer, two)

@@ -8,7 +8,7 @@ import torch
 from forgefield.errors import ForgefieldError
 from forgefield.parallel import accelerators
 from forgefield.parallel.accelerators import XPUAccelerator, device_count, evaluation_device, resolve_accelerator
-from forgefield.training.trainer import processes_wanted
+from forgefield.training.trainer import requested_processes
 from tests.support.helpers import tiny_config
 from tests.support.train_many import train_only
 
@@ -90,9 +90,9 @@ def test_as_many_processes_as_devices(machine, tmp_path):
     machine(xpu=3)
     config = tiny_config(tmp_path)
     config["trainer"]["accelerator"] = "xpu"
-    assert processes_wanted(load_config(config)) == 3
+    assert requested_processes(load_config(config)) == 3
     config["trainer"]["accelerator"] = "cpu"
-    assert processes_wanted(load_config(config)) == 1
+    assert requested_processes(load_config(config)) == 1
 
 
 def test_random_numbers_of_the_accelerator_are_kept_by_its_name(machine, monkeypatch):

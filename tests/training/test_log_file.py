@@ -9,7 +9,7 @@ import warnings
 import torch
 
 from forgefield import api
-from forgefield.training.run.journal import is_of_libraries
+from forgefield.training.run.journal import is_from_libraries
 from tests.support.helpers import tiny_config
 
 
@@ -51,9 +51,9 @@ def test_a_notebook_shows_everything_once_and_the_log_has_it(tmp_path, monkeypat
 
 def test_which_warnings_are_of_the_libraries():
     path = torch.__file__.replace("__init__.py", "optim/lr_scheduler.py")
-    assert is_of_libraries("py.warnings", warnings.formatwarning("step order", UserWarning, path, 3))
-    assert is_of_libraries("lightning.pytorch.utilities.rank_zero", "GPU available: False")
-    assert not is_of_libraries("py.warnings", warnings.formatwarning("my data", UserWarning, "/home/me/model.py", 3))
+    assert is_from_libraries("py.warnings", warnings.formatwarning("step order", UserWarning, path, 3))
+    assert is_from_libraries("lightning.pytorch.utilities.rank_zero", "GPU available: False")
+    assert not is_from_libraries("py.warnings", warnings.formatwarning("my data", UserWarning, "/home/me/model.py", 3))
 
 
 def test_date_and_hardware_are_in_the_record_and_the_report(tmp_path):

@@ -111,15 +111,15 @@ def test_a_schedule_counts_from_the_end():
 @pytest.mark.parametrize(
     ("setting", "limits", "sentence"),
     [
-        ({"start": "tf32", "finish_epochs": 3}, {"epochs": 3, "steps": -1}, "leaves nothing to tf32"),
+        ({"start": "tf32", "finish_epochs": 3}, {"epochs": 3, "steps": -1}, "tf32 would never be used"),
         ({"start": "tf32", "finish_epochs": 3}, {"epochs": -1, "steps": -1}, "set trainer.max_epochs"),
-        ({"start": "tf32", "finish_epochs": 3}, {"epochs": 9, "steps": 50}, "give finish_steps instead"),
+        ({"start": "tf32", "finish_epochs": 3}, {"epochs": 9, "steps": 50}, "use finish_steps instead"),
         (
             {"start": "tf32", "finish_steps": 3},
             {"epochs": -1, "steps": -1},
             "set trainer.max_epochs or trainer.max_steps",
         ),
-        ({"start": "tf32", "finish_steps": 50}, {"epochs": None, "steps": 50}, "leaves nothing to tf32"),
+        ({"start": "tf32", "finish_steps": 50}, {"epochs": None, "steps": 50}, "tf32 would never be used"),
         ({"start": "tf32", "finish_steps": 3}, {"epochs": 2, "steps": -1}, None),
         ({"start": "tf32", "finish_epochs": 3}, {"epochs": 9, "steps": -1}, None),
         ("tf32", {"epochs": -1, "steps": -1}, None),
@@ -135,7 +135,7 @@ def test_a_schedule_needs_an_end_to_count_from(setting, limits, sentence):
 
 @pytest.mark.parametrize("setting", ["tf32", {"start": "tf32", "finish_epochs": 1}])
 def test_tf32_is_refused_on_a_cpu_before_the_run_begins(setting, tmp_path):
-    with pytest.raises(ForgefieldError, match="tf32 is arithmetic of NVIDIA GPUs.*a CPU; use float32"):
+    with pytest.raises(ForgefieldError, match="tf32 needs an NVIDIA GPU.*a CPU; use float32"):
         train_only(config_of(tmp_path, setting))
     for name in TOLERANCES.keys() - {"tf32"}:
         Precision(name).require_device(CPU)
@@ -145,7 +145,7 @@ def test_lightnings_own_setting_points_to_ours(tmp_path):
     for theirs, ours in (("bf16-mixed", "bf16-mixed"), ("16-mixed", "fp16-mixed"), (64, "float64")):
         config = config_of(tmp_path, "float32")
         config["trainer"]["precision"] = theirs
-        with pytest.raises(ForgefieldError, match=f"use training.precision={ours}, which keeps geometry"):
+        with pytest.raises(ForgefieldError, match=f"use training.precision={ours}, with which geometry"):
             train_only(config)
 
 
@@ -232,7 +232,7 @@ def test_validation_is_made_in_the_precision_of_the_weights(tmp_path):
 
 
 def test_an_own_model_that_a_precision_would_not_touch_is_refused(tmp_path):
-    message = "bf16-mixed changes nothing in this model.*forgefield.ops.products.product.*torch.autocast"
+    message = "bf16-mixed has no effect on this model.*forgefield.ops.products.product.*torch.autocast"
     with pytest.raises(ForgefieldError, match=message):
         train_only(config_of(tmp_path, "bf16-mixed", model="Plain"))
     train_only({**config_of(tmp_path, "float32", model="Plain"), "name": "plain"})

@@ -225,7 +225,7 @@ def test_any_torch_optimiser(optimizer, tmp_path):
 @pytest.mark.parametrize(
     ("section", "change", "message"),
     [
-        ("training", {"optimizer": "adamm"}, "no 'adamm'.*Adam"),
+        ("training", {"optimizer": "adamm"}, "unknown name 'adamm'.*Adam"),
         ("training", {"optimizer": {"name": "adam", "wieght_decay": 1}}, "wieght_decay.*weight_decay"),
         ("training", {"scheduler": {"name": "StepLR", "step_size": 3, "interval": "hour"}}, "epoch or step"),
         ("training", {"scheduler": "StepLR"}, "StepLR cannot be built.*step_size"),
@@ -318,7 +318,7 @@ def test_a_users_model_checkpoint_works_beside_ours(tmp_path):
         ("trainer", {"accelerator": "gpu"}, "trainer"),
         ("trainer", {"enable_checkpointing": False}, "enable_checkpointing"),
         ("trainer", {"barebones": True}, "barebones"),
-        ("trainer", {"max_epochs": "abc"}, r"trainer\.max_epochs is a whole number"),
+        ("trainer", {"max_epochs": "abc"}, r"trainer\.max_epochs must be an integer"),
         ("trainer", {"max_epochs": 0}, r"trainer\.max_epochs=0 trains nothing"),
         ("data", {"val": "unlabelled.extxyz"}, r"data\.val"),
         ("data", {"test": "unlabelled.extxyz"}, r"data\.test"),

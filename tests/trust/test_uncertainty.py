@@ -45,7 +45,7 @@ def design(potential, batch, energy_error: float, forces_error: float) -> tuple[
 
 def test_uncertainties_of_a_linear_model_are_those_of_bayesian_linear_regression() -> None:
     potential, train_set, new = linear_potential(), labelled(5, 3, 6, 4), labelled(4, 5, seed=9)
-    curvature = accumulate(potential, [train_set], directions=None)
+    curvature = accumulate(potential, [train_set], 5, directions=None)
     energies, forces, _ = design(potential, train_set, 0.02, 0.3)
     rows = np.concatenate([energies, forces])
     np.testing.assert_allclose(curvature.precision(0.02, 0.3), rows.T @ rows, rtol=1e-10)
@@ -67,7 +67,7 @@ def test_uncertainties_of_a_linear_model_are_those_of_bayesian_linear_regression
 def test_frames_without_labels_do_not_count() -> None:
     potential, batch = linear_potential(), labelled(5, 3)
     batch["energy"][1], batch["forces"][:5] = torch.nan, torch.nan
-    curvature = accumulate(potential, [batch], directions=None)
+    curvature = accumulate(potential, [batch], 5, directions=None)
     energies, forces, _ = design(potential, batch, 1.0, 1.0)
     np.testing.assert_allclose(curvature.energies, energies[:1].T @ energies[:1], rtol=1e-10)
     np.testing.assert_allclose(curvature.forces, forces[15:].T @ forces[15:], rtol=1e-10)
@@ -76,10 +76,10 @@ def test_frames_without_labels_do_not_count() -> None:
 
 def test_random_directions_have_the_exact_sum_as_their_expectation() -> None:
     potential, batch = linear_potential(), labelled(5, 3, 6)
-    exact = accumulate(potential, [batch], directions=None).forces
-    drawn = accumulate(potential, [batch], directions=3000).forces
+    exact = accumulate(potential, [batch], 5, directions=None).forces
+    drawn = accumulate(potential, [batch], 5, directions=3000).forces
     assert torch.linalg.matrix_norm(drawn - exact) < 0.05 * torch.linalg.matrix_norm(exact)
-    other = accumulate(potential, [batch], directions=1).forces
+    other = accumulate(potential, [batch], 5, directions=1).forces
     assert torch.linalg.matrix_norm(other - exact) > 0.05 * torch.linalg.matrix_norm(exact)
 
 
@@ -88,7 +88,7 @@ def test_force_residuals_are_those_of_the_drawn_components() -> None:
     _, forces, _ = design(potential, batch, 1.0, 1.0)
     errors = (potential(batch)["forces"] - batch["forces"]).flatten().detach().numpy()
     for number in (None, 4):
-        found = residuals(potential, [batch], coordinates=number)
+        found = residuals(potential, [batch], 5, coordinates=number)
         assert len(found.forces) == (24 if number is None else 8)
         for row, error in zip(found.force_features.numpy(), found.forces.numpy()):
             component = int(np.abs(forces + row).sum(1).argmin())
@@ -120,7 +120,7 @@ def test_calibration_recovers_the_scale_of_normally_distributed_errors() -> None
 
 def test_many_weights_are_combined_at_random_within_the_stated_error() -> None:
     potential, batch = linear_potential(3 * MOST_PASSES), labelled(6, 6)
-    curvature = accumulate(potential, [labelled(5, 3, 6, 4, seed=20)], directions=None)
+    curvature = accumulate(potential, [labelled(5, 3, 6, 4, seed=20)], 3 * MOST_PASSES, directions=None)
     values, vectors = torch.linalg.eigh(curvature.precision(0.02, 0.3))
     uncertainty = LastLayerUncertainty(vectors / (values.clamp(min=0) + 1.0).sqrt(), 1.0, 1.0)
     _, _, jacobian = design(potential, batch, 1.0, 1.0)

@@ -129,7 +129,7 @@ def _batch_rule(section: Section) -> tuple[str, Any]:
     )
 
 
-def _is_size(value: Any) -> bool:
+def _is_size(value: object) -> bool:
     return isinstance(value, int) and not isinstance(value, bool) and value > 0
 
 

@@ -16,7 +16,7 @@ BETAS = (0.9, 0.999)
 OTHER_OPTIMISERS = ("LKF", "AdaMuon", "HybridMuon")
 
 
-def translate_learning_rate(section: Section | None, file: Any, steps: int | None) -> dict[str, Any]:
+def translate_learning_rate(section: Section | None, file: object, steps: int | None) -> dict[str, Any]:
     """`lr`, `scheduler` and `scale_lr` of our `training` section. steps: of the run, where the input says so."""
     if section is None:
         raise ForgefieldError(f"{file}: 'learning_rate' is missing; it needs at least start_lr.")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -196,7 +197,12 @@ def _fitting(section: Section) -> dict[str, Any]:
 
 
 def _kind(
-    section: Section, default: Any, known: dict[str, Any], aliases: dict[str, str], others: tuple[str, ...], word: str
+    section: Section,
+    default: object,
+    known: dict[str, Any],
+    aliases: dict[str, str],
+    others: tuple[str, ...],
+    word: str,
 ) -> str:
     kind = section.take("type", default)
     kind = aliases.get(kind, kind) if isinstance(kind, str) else kind
@@ -279,6 +285,6 @@ def _parameter_fields(fitting: dict[str, Any]) -> dict[str, Any]:
     return {name: {"per": per[name], "shape": [size]} for name, size in sizes.items() if size}
 
 
-def _aside(name: str, known: Any) -> str:
-    hint = did_you_mean(name, known).strip()
+def _aside(name: str, candidates: Sequence[str]) -> str:
+    hint = did_you_mean(name, candidates).strip()
     return f" ({hint[0].lower()}{hint[1:]})" if hint else ""

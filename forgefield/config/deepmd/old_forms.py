@@ -59,7 +59,7 @@ def _from_version_1(found: dict[str, Any], training: dict[str, Any], file: Path)
         _give_last_rate(found["learning_rate"], training.get("stop_batch", training.get("numb_steps")))
 
 
-def _give_last_rate(rate: dict[str, Any], steps: Any) -> None:
+def _give_last_rate(rate: dict[str, Any], steps: object) -> None:
     """A decay rate that held for the whole run is the same curve as the last rate it leads to."""
     numbers: list[Any] = [rate.get("start_lr"), rate.get("decay_rate"), steps, rate.get("decay_steps", 5000)]
     if all(is_number(number) and number > 0 for number in numbers):

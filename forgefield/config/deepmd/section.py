@@ -26,7 +26,7 @@ class Section:
     Keys that begin with `_` are comments. A value of null is no value.
     """
 
-    def __init__(self, values: Any, file: Path, key: str = "", notes: dict[str, str] | None = None) -> None:
+    def __init__(self, values: object, file: Path, key: str = "", notes: dict[str, str] | None = None) -> None:
         self.file, self.key = file, key
         self.notes: dict[str, str] = {} if notes is None else notes
         if not isinstance(values, Mapping):
@@ -45,7 +45,7 @@ class Section:
 
     # --- values
 
-    def take(self, name: str, default: Any = None, *, also: Sequence[str] = ()) -> Any:
+    def take(self, name: str, default: object = None, *, also: Sequence[str] = ()) -> Any:
         """The value of a key, as it is. also: other names that DeePMD-kit accepts for it."""
         self._known |= dict.fromkeys((name, *also))
         given = [alias for alias in (name, *also) if self._left.get(alias) is not None]
@@ -64,7 +64,7 @@ class Section:
         return default
 
     def whole(
-        self, name: str, default: Any = None, *, at_least: int | None = None, also: Sequence[str] = ()
+        self, name: str, default: object = None, *, at_least: int | None = None, also: Sequence[str] = ()
     ) -> int | Any:
         """A whole number."""
         value = self.take(name, default, also=also)
@@ -78,7 +78,7 @@ class Section:
     def number(
         self,
         name: str,
-        default: Any = None,
+        default: object = None,
         *,
         above: float = -math.inf,
         at_least: float = -math.inf,
@@ -96,14 +96,14 @@ class Section:
             raise self.wrong(name, value, " ".join(["a number", *words]))
         return float(value)
 
-    def flag(self, name: str, default: Any = False, *, also: Sequence[str] = ()) -> bool | Any:
+    def flag(self, name: str, default: object = False, *, also: Sequence[str] = ()) -> bool | Any:
         """True or false."""
         value = self.take(name, default, also=also)
         if value is not default and not isinstance(value, bool):
             raise self.wrong(name, value, "true or false")
         return value
 
-    def text(self, name: str, default: Any = None, *, also: Sequence[str] = ()) -> str | Any:
+    def text(self, name: str, default: object = None, *, also: Sequence[str] = ()) -> str | Any:
         value = self.take(name, default, also=also)
         if value is not default and (not isinstance(value, str) or not value.strip()):
             raise self.wrong(name, value, "text")
@@ -124,7 +124,7 @@ class Section:
 
     # --- what has no counterpart
 
-    def only(self, name: str, default: Any, why: str, *, also: Sequence[str] = ()) -> None:
+    def only(self, name: str, default: object, why: str, *, also: Sequence[str] = ()) -> None:
         """Accept a key at its default, at which it does nothing; refuse any other value."""
         value = self.take(name, default, also=also)
         if value != default or isinstance(value, bool) != isinstance(default, bool):
@@ -150,12 +150,12 @@ class Section:
         """Dotted name of a key of this section, as it was written."""
         return f"{self.key}.{self.written(name)}" if self.key else self.written(name)
 
-    def wrong(self, name: str, value: Any, expected: str) -> ForgefieldError:
+    def wrong(self, name: str, value: object, expected: str) -> ForgefieldError:
         return ForgefieldError(f"{self.file}: '{self.path(name)}' is {expected}, not {value!r:.60}.")
 
     def refused(self, name: str, why: str) -> ForgefieldError:
         return ForgefieldError(f"{self.file}: '{self.path(name)}' {why}.")
 
 
-def is_number(value: Any) -> bool:
+def is_number(value: object) -> bool:
     return isinstance(value, (int, float)) and not isinstance(value, bool) and -LARGEST < value < LARGEST

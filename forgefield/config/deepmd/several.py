@@ -28,7 +28,7 @@ class Shared:
         self.used: dict[str, dict[str, str]] = {}
         """Branch -> kind of part -> name of the shared one."""
 
-    def expand(self, branch: str, model: Any) -> dict[str, Any]:
+    def expand(self, branch: str, model: object) -> dict[str, Any]:
         """The model of a branch with names replaced by what they stand for."""
         if not isinstance(model, Mapping):
             raise ForgefieldError(f"{self.file}: 'model.model_dict.{branch}' is a section, not {model!r:.60}.")
@@ -205,7 +205,7 @@ def _by_branch(section: Section, key: str, names: list[str], *, required: bool =
     return {name: found[name] for name in names if name in found}
 
 
-def _of_branch(sources: Any, branch: str) -> list[dict[str, Any]]:
+def _of_branch(sources: object, branch: str) -> list[dict[str, Any]]:
     """Sources of `data.train` or `data.val`, each for this branch."""
     entries = [] if sources is None else sources if isinstance(sources, list) else [sources]
     return [{**(entry if isinstance(entry, dict) else {"path": entry}), "branch": branch} for entry in entries]

@@ -49,7 +49,7 @@ class Translation:
     notes: dict[str, str] = field(default_factory=dict)
 
 
-def is_deepmd_input(content: Any) -> bool:
+def is_deepmd_input(content: object) -> bool:
     """Whether this is an input of DeePMD-kit: a training, and a model without a name but with a type map or a descriptor, or
     several."""
     if not isinstance(content, Mapping) or not isinstance(content.get("training"), Mapping):

@@ -175,7 +175,7 @@ class LabelReader:
                 | ({"key": f"REF_{name}", "factor": 1.0, "cumulative": False} if name in outputs else {})
                 for name, said in self.fields.items()
             }
-            self._references = LabelReader(LabelOptions(**labels, fields=fields or None), UnitOptions())  # type: ignore[arg-type]
+            self._references = LabelReader(LabelOptions(**labels, fields=fields or None), UnitOptions())
         frame = self._references.frame(replace(raw, info={k: v for k, v in raw.info.items() if k != PREDICTED_BY}))
         self._found |= self._references._found
         self._available |= self._references._available
@@ -373,7 +373,7 @@ def _brief(value: np.ndarray) -> str:
     return numbers if flat.size == 1 else f"[{numbers}, ...]"
 
 
-def _numbers(raw: RawFrame, name: str, value: Any) -> np.ndarray:
+def _numbers(raw: RawFrame, name: str, value: object) -> np.ndarray:
     """`value` as float64. Text, logical and complex values are not numbers, though NumPy would convert them."""
     try:
         array = np.asarray(value)

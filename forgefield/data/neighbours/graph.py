@@ -13,11 +13,14 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, replace
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 
 from forgefield.errors import ForgefieldError
+
+if TYPE_CHECKING:
+    from forgefield.models.potential import Potential
 
 BACKENDS = ("auto", "vesin", "matscipy")
 _SLACK = 1e-6  # A
@@ -313,14 +316,9 @@ def _nearest(destination: np.ndarray, squares: np.ndarray, count: int) -> np.nda
     return np.sort(order[ranks < count])
 
 
-def graph_of(model: Any, neighbours: str = "auto") -> GraphOptions:
-    """The graph that a model was made for, by its attributes; one that names only a cutoff sees all pairs within it."""
-    return GraphOptions(
-        float(model.cutoff),
-        neighbours,
-        getattr(model, "adaptive_cutoff", None),
-        getattr(model, "max_neighbours", None),
-    )
+def graph_of(model: Potential, neighbours: str = "auto") -> GraphOptions:
+    """The graph that a model was made for."""
+    return GraphOptions(model.cutoff, neighbours, model.adaptive_cutoff, model.max_neighbours)
 
 
 def same_graph(graph: GraphOptions) -> GraphOptions:

@@ -8,7 +8,7 @@ where they are asked for.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -19,6 +19,9 @@ from forgefield.data.species import SpeciesTable
 from forgefield.errors import ForgefieldError
 from forgefield.ops.graph import reverse_edges
 from forgefield.ops.neighbour_lists import batched_neighbours
+
+if TYPE_CHECKING:
+    from torch_geometric.data import Data
 
 PADDING = -1
 """Species of a place in a point cloud that holds no atom."""
@@ -51,41 +54,40 @@ def to_pyg(batch: Batch, species: SpeciesTable, fields: Fields | None = None) ->
     return GeometricBatch.from_data_list(graphs)
 
 
-def from_pyg(data: Any, species: SpeciesTable) -> Batch:
+def from_pyg(data: Data, species: SpeciesTable) -> Batch:
     """A batch from a PyG `Data` or `Batch` with z, pos and edge_index (row 0 neighbour, row 1 centre).
 
     Periodic graphs need cell and edge_shift (images, integers); energy, forces and stress are taken where they are. Without
     pbc, a graph is periodic along the lattice vectors that it has.
-    Edges are sorted into our order.
+    Edges are sorted into the order of Forgefield's batches.
     """
-    for name in ("z", "pos", "edge_index"):
-        if getattr(data, name, None) is None:
-            raise ForgefieldError(f"the PyG graph has no {name}; it should have z, pos and edge_index")
-    n, device = data.pos.shape[0], data.pos.device
-    frame = getattr(data, "batch", None)
+    values: dict[str, Tensor | None] = data.to_dict()
+    positions, edge_index, numbers = values.get("pos"), values.get("edge_index"), values.get("z")
+    if positions is None or edge_index is None or numbers is None:
+        missing = next(name for name in ("z", "pos", "edge_index") if values.get(name) is None)
+        raise ForgefieldError(f"the PyG graph has no {missing}; it should have z, pos and edge_index")
+    n, device = positions.shape[0], positions.device
+    frame, first_atoms = values.get("batch"), values.get("ptr")
     frame = torch.zeros(n, dtype=torch.int64, device=device) if frame is None else frame
-    n_frames = int(getattr(data, "num_graphs", 0) or (int(frame.max()) + 1 if n else 0))
-    n_edges = data.edge_index.shape[1]
-    cell, shift = getattr(data, "cell", None), getattr(data, "edge_shift", None)
+    n_frames = len(first_atoms) - 1 if first_atoms is not None else int(frame.max()) + 1 if n else 0
+    cell, shift = values.get("cell"), values.get("edge_shift")
     if shift is None and cell is not None and bool((cell != 0).any()):
         raise ForgefieldError(
             "the PyG graph has a cell but no edge_shift; without image shifts its distances are wrong"
         )
     zeros = torch.zeros(n_frames, 3, 3, dtype=torch.float64, device=device)
-    shift = torch.zeros(n_edges, 3, dtype=torch.float64, device=device) if shift is None else shift.double()
-    numbers = data.z.cpu().numpy()
+    shift = torch.zeros(edge_index.shape[1], 3, dtype=torch.float64, device=device) if shift is None else shift.double()
     batch = {
-        "positions": data.pos.double(),
-        "species": torch.from_numpy(species.index(numbers, "the PyG graph").copy()).to(device),
+        "positions": positions.double(),
+        "species": torch.from_numpy(species.index(numbers.cpu().numpy(), "the PyG graph").copy()).to(device),
         "frame": frame,
         "n_atoms": torch.bincount(frame, minlength=n_frames),
         "cell": zeros if cell is None else cell.double().reshape(n_frames, 3, 3),
-        **_sorted_edges(data.edge_index, shift, n),
+        **_sorted_edges(edge_index, shift, n),
     }
-    pbc = getattr(data, "pbc", None)
+    pbc = values.get("pbc")
     batch["pbc"] = (batch["cell"] != 0).any(2) if pbc is None else pbc.bool().reshape(n_frames, 3)
-    given = {name: getattr(data, name, None) for name in (*_LABELS, "weight", "frame_id")}
-    return batch | _labels(given, n, n_frames, device)
+    return batch | _labels(values, n, n_frames, device)
 
 
 def to_dgl(batch: Batch, species: SpeciesTable, fields: Fields | None = None) -> tuple[Any, dict[str, Tensor]]:
@@ -219,17 +221,17 @@ def _sorted_edges(edge_index: Tensor, shift: Tensor, n_atoms: int) -> Batch:
         return edges
 
 
-def _labels(given: Mapping[str, Any], n_atoms: int, n_frames: int, device: torch.device) -> Batch:
-    """Labels where they are given, NaN where not; weight 1 and consecutive numbers likewise."""
-    found: Batch = {}
+def _labels(values: Mapping[str, Tensor | None], n_atoms: int, n_frames: int, device: torch.device) -> Batch:
+    """The labels among `values`, NaN for the others; weight 1 and consecutive numbers likewise."""
+    labels: Batch = {}
     for name, tail in _LABELS.items():
         shape = (n_atoms if name == "forces" else n_frames, *tail)
-        value = given.get(name)
+        value = values.get(name)
         missing = torch.full(shape, torch.nan, dtype=torch.float64, device=device)
-        found[name] = missing if value is None else value.double().reshape(shape)
-    weight, frame_id = given.get("weight"), given.get("frame_id")
+        labels[name] = missing if value is None else value.double().reshape(shape)
+    weight, frame_id = values.get("weight"), values.get("frame_id")
     ones = torch.ones(n_frames, dtype=torch.float64, device=device)
-    found["weight"] = ones if weight is None else weight.double().reshape(n_frames)
+    labels["weight"] = ones if weight is None else weight.double().reshape(n_frames)
     numbers = torch.arange(n_frames, device=device)
-    found["frame_id"] = numbers if frame_id is None else frame_id.reshape(n_frames)
-    return found
+    labels["frame_id"] = numbers if frame_id is None else frame_id.reshape(n_frames)
+    return labels

@@ -58,10 +58,10 @@ class System:
     """Atomic number of each type; 0 where the name is not an element."""
     element_names: tuple[str, ...]
     periodic: bool
-    sets: tuple[Any, ...]
+    sets: tuple[Path | h5py.Group, ...]
     """Folders, or groups of an HDF5 file."""
 
-    def arrays(self, place: Any) -> dict[str, Any]:
+    def arrays(self, place: Path | h5py.Group) -> dict[str, Any]:
         """Arrays of one set by name, (n_frames, width) each, their shapes checked."""
         found = _folder_arrays(place) if isinstance(place, Path) else _group_arrays(place)
         _check_shapes(found, self, _name_of(place))
@@ -132,7 +132,7 @@ def _runs(
 
 def _block(system: System, arrays: Mapping[str, Any], start: int, stop: int, types: np.ndarray, place: str) -> RawBlock:
     n_frames, n_atoms = stop - start, len(system.types)
-    there: Any = slice(None) if types.ndim == 1 else np.flatnonzero(types[0] != PADDING)
+    there: slice | np.ndarray = slice(None) if types.ndim == 1 else np.flatnonzero(types[0] != PADDING)
 
     def of_frames(name: str) -> np.ndarray:
         return np.asarray(arrays[name][start:stop])
@@ -164,7 +164,7 @@ def _other_names(names: Iterable[str]) -> dict[str, str]:
     }
 
 
-def _width(values: Any) -> int:
+def _width(values: np.ndarray | Hdf5Array) -> int:
     """Numbers a frame."""
     return math.prod(values.shape[1:])
 
@@ -244,7 +244,7 @@ def _memory_mapped(file: Path) -> np.ndarray:
         raise SourceUnreadable(f"{file}: no permission to read this file") from None
 
 
-def _name_of(place: Any) -> str:
+def _name_of(place: Path | h5py.Group) -> str:
     return str(place) if isinstance(place, Path) else f"{place.file.filename}#{place.name}"
 
 

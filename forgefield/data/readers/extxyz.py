@@ -236,7 +236,7 @@ def _cell(info: dict[str, Any], where: str) -> tuple[np.ndarray, np.ndarray]:
     return cell, periodic
 
 
-def _flat_numbers(values: Any) -> list[float]:
+def _flat_numbers(values: object) -> list[float]:
     """Numbers of an array or a list of them; empty where it holds anything else."""
     array = np.ravel(np.asarray(values, dtype=object))
     return [float(x) for x in array] if all(isinstance(x, (int, float)) for x in array) else []
@@ -264,7 +264,7 @@ def _numbers(arrays: dict[str, Any], where: str) -> np.ndarray:
     return given[0]
 
 
-def _whole(values: Any, name: str, where: str) -> np.ndarray:
+def _whole(values: object, name: str, where: str) -> np.ndarray:
     """A column of atomic numbers, (n_atoms,)."""
     array = np.asarray(values)
     if array.ndim != 1 or array.dtype.kind not in "fi":

@@ -71,7 +71,7 @@ class Hdf5Array:
     dataset: of h5py.
     """
 
-    def __init__(self, dataset: Any) -> None:
+    def __init__(self, dataset: h5py.Dataset) -> None:
         self._dataset = dataset
         self.name: str = dataset.name
         self.place = f"{dataset.file.filename}#{dataset.name}"
@@ -95,7 +95,7 @@ class Hdf5Array:
     def __len__(self) -> int:
         return self.shape[0]
 
-    def __getitem__(self, rows: Any) -> Any:
+    def __getitem__(self, rows: object) -> Any:
         """`rows`: a slice of the first axis, or () for everything."""
         shape = self.shape
         if isinstance(rows, slice):

@@ -98,7 +98,7 @@ def _refuse_missing(path: Path, known: set[int], end: int) -> None:
         raise ForgefieldError(f"{path}: row {missing} is neither there nor marked as deleted; the file is damaged")
 
 
-def _whole_numbers(values: Any, where: str) -> list[int]:
+def _whole_numbers(values: object, where: str) -> list[int]:
     if not isinstance(values, list) or any(type(value) is not int for value in values):
         raise ForgefieldError(f"{where}: it should hold whole numbers; the file is damaged")
     return values
@@ -220,7 +220,7 @@ def _frame_from_sample(sample: dict[str, Any], source: str, index: int, where: s
     )
 
 
-def _targets(groups: Any) -> dict[str, Any]:
+def _targets(groups: Mapping[str, Any]) -> dict[str, Any]:
     """Targets of all kinds under their own names; one that is called like a label, but need not be it, as targets.X."""
     values = {}
     for group in groups.values():
@@ -273,7 +273,7 @@ def _arrays(sample: dict[str, Any], where: str) -> tuple[np.ndarray, np.ndarray,
     return positions, numbers, cell, pbc
 
 
-def _fractional(values: np.ndarray, numbers: np.ndarray, sites: Any) -> bool:
+def _fractional(values: np.ndarray, numbers: np.ndarray, sites: object) -> bool:
     """Whether values called Cartesian are fractional: the list of sites says so, or as lengths they are impossible.
 
     `sites`: texts such as 'Mn @ 0.75 0.25 0.5', always fractional. Impossible: all within 0 and 1, and atoms closer than

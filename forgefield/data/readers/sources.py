@@ -43,7 +43,7 @@ def source_files(spec: object) -> list[SourceFile]:
     return files
 
 
-def _entries(spec: Any) -> list[Any]:
+def _entries(spec: object) -> list[Any]:
     if isinstance(spec, Sequence) and not isinstance(spec, str):
         return [entry for item in spec for entry in _entries(item)] or [spec]
     return [spec]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -53,7 +53,7 @@ def evaluation_budget(options: DataOptions) -> Budget:
     return Budget(found.kind, found.size, "alone", found.setting, found.bound)
 
 
-def _budget(given: Any, setting: str) -> Budget:
+def _budget(given: object, setting: str) -> Budget:
     names = (*KINDS, "oversized", "bound")
     values = dict(given) if isinstance(given, Mapping) else {name: getattr(given, name) for name in names}
     for name in ("by_source", "points"):  # not what a budget of frames counts
@@ -112,7 +112,7 @@ def training_order(options: DataOptions, table: FrameTable, seed: int, *, keep_o
     return in_batches if by_source else drawn
 
 
-def _chances(rule: Any, sizes: np.ndarray, systems: Systems, branches: Any) -> np.ndarray:
+def _chances(rule: str | Sequence[float] | None, sizes: np.ndarray, systems: Systems, branches: object) -> np.ndarray:
     """Probability of each system, (n_systems,); that of each branch of the model, where it is given, is divided by `rule`."""
     rule = "size" if rule is None else rule
     if branches is None:
@@ -134,7 +134,7 @@ def _chances(rule: Any, sizes: np.ndarray, systems: Systems, branches: Any) -> n
     return chances
 
 
-def _sampling(given: Any) -> tuple[Any, int | None, Any]:
+def _sampling(given: object) -> tuple[Any, int | None, Any]:
     """Rule, number of draws of an epoch, and probabilities of branches."""
     if not isinstance(given, Mapping):
         return given, None, None

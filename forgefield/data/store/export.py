@@ -59,7 +59,7 @@ def write_frames(frames: Iterable[Frame], path: Path, progress: Callable[[int], 
 @contextmanager
 def _extxyz(path: Path) -> Iterator[Writer]:
     with path.open("w", encoding="ascii") as stream:
-        yield lambda frame: extxyz_text(frame, stream)  # type: ignore[misc]
+        yield lambda frame: extxyz_text(frame, stream)
 
 
 def extxyz_text(frame: Frame, stream: io.TextIOBase) -> None:

@@ -207,7 +207,7 @@ class PartWriter:
         column.append(values[1:] + begin if column.rows else values)
         self._ends[name] = begin + int(values[-1])
 
-    def finish(self, **more: Any) -> dict[str, Any]:
+    def finish(self, **more: object) -> dict[str, Any]:
         """Make the part whole. Returns what the manifest says about it; `more` is kept along."""
         if self.n_frames == 0:
             raise ForgefieldError(f"{self.target}: there is no frame to write")

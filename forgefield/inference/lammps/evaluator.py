@@ -10,14 +10,15 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 import torch
 from torch import Tensor
 
 from forgefield.errors import ForgefieldError
+from forgefield.inference.uncertainty import LastLayerUncertainty
 from forgefield.kernels.convolution.dispatch import evaluation
-from forgefield.models.edges import EdgeContext
+from forgefield.models.edges import Batch, EdgeContext
 from forgefield.models.potential import Potential
 from forgefield.ops.autograd import AutogradContext, Gradients, TypedFunction
 from forgefield.ops.graph import EdgeGraph, GradientSwitch
@@ -54,14 +55,30 @@ class Share:
     vectors: Tensor
 
 
+class Evaluated(NamedTuple):
+    """Results for one share, float64.
+
+    energies: (n_local,), eV. slopes: (n_edges, 3), derivatives of the total energy in the edge vectors, eV/A. uncertainties:
+    (n_local,), of the energies, eV; None where they are not computed.
+    """
+
+    energies: Tensor
+    slopes: Tensor
+    uncertainties: Tensor | None
+
+
 class Evaluator:
-    """Evaluates a potential on shares of structures."""
+    """Evaluates a potential on shares of structures.
+
+    uncertainty: of the potential's last layer, to compute uncertainties of atomic energies too.
+    """
 
     widths: tuple[int, ...]
     """Numbers per atom of each exchange of one evaluation, in order."""
 
-    def __init__(self, potential: Potential) -> None:
+    def __init__(self, potential: Potential, uncertainty: LastLayerUncertainty | None = None) -> None:
         require_supported(potential)
+        self.uncertainty = uncertainty
         self.potential = potential.eval().requires_grad_(False)
         self.species = potential.species
         self.cutoff = potential.cutoff
@@ -69,19 +86,20 @@ class Evaluator:
         self.device = next((tensor.device for tensor in potential.state_dict().values()), torch.device("cpu"))
         self.widths = self._measure_widths()
 
-    def evaluate(self, share: Share, exchange: Exchange | None = None) -> tuple[Tensor, Tensor]:
-        """Energies (n_local,), eV, and derivatives of the total energy in the edge vectors (n_edges, 3), eV/A; float64.
+    def evaluate(self, share: Share, exchange: Exchange | None = None) -> Evaluated:
+        """Energies of the process's own atoms, and their derivatives.
 
         exchange: needed where there are ghosts; None: the structure is not divided, and there are none.
         """
         if share.n_local == 0:
             if exchange is not None:
                 self._take_part(exchange, share.species.shape[0])
-            return share.vectors.new_zeros(0), torch.zeros_like(share.vectors)
+            none = share.vectors.new_zeros(0)
+            return Evaluated(none, torch.zeros_like(share.vectors), None if self.uncertainty is None else none)
         ghosts = None if exchange is None or not self.widths else Ghosts(exchange, share.n_local, len(share.species))
         return self._evaluate(share, ghosts)
 
-    def _evaluate(self, share: Share, ghosts: Ghosts | None) -> tuple[Tensor, Tensor]:
+    def _evaluate(self, share: Share, ghosts: Ghosts | None) -> Evaluated:
         n_atoms = share.species.shape[0]
         vectors = share.vectors.detach().requires_grad_(True)
         batch = {
@@ -98,14 +116,21 @@ class Evaluator:
         edges = EdgeContext(vectors, batch, graph, GradientSwitch(), differentiated_again=False, ghosts=ghosts)
         # MPI may be called from the thread of LAMMPS alone, so that the backward pass must not use another one.
         with torch.enable_grad(), evaluation(), torch.autograd.set_multithreading_enabled(False):
-            energies = self.potential.atomic_energies(batch, edges)[: share.n_local]
+            energies, uncertainties = self._energies(batch, edges, share.n_local)
             if energies.requires_grad:
                 (slopes,) = torch.autograd.grad(energies.sum(), vectors)
             else:  # a model without any weights for these species
                 slopes = torch.zeros_like(share.vectors)
         if ghosts is not None and ghosts.waiting:
             raise ForgefieldError("the model did not differentiate all of its exchanges with other processes.")
-        return energies.detach(), slopes
+        return Evaluated(energies.detach(), slopes, uncertainties)
+
+    def _energies(self, batch: Batch, edges: EdgeContext, n_local: int) -> tuple[Tensor, Tensor | None]:
+        """Energies of the first n_local atoms, eV, and their uncertainties, from one pass through the model."""
+        if self.uncertainty is None:
+            return self.potential.atomic_energies(batch, edges)[:n_local], None
+        last = self.potential.last_layer(batch, edges)
+        return last.energies()[:n_local], self.uncertainty.of_features(last.features[:n_local].detach())
 
     def _take_part(self, exchange: Exchange, n_atoms: int) -> None:
         """The exchanges of an evaluation, on a process without atoms."""

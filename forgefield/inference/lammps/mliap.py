@@ -98,7 +98,7 @@ class MliapModel:
             destination, source, vectors = destination[order], source[order], vectors[order]
         share = Share(data.nlocal, torch.as_tensor(data.elems).long()[: data.ntotal], source, destination, vectors)
         exchange: Exchange | None = MliapExchange(data) if exchanges else None
-        energies, slopes = self.evaluator.evaluate(share, exchange)
+        energies, slopes, _ = self.evaluator.evaluate(share, exchange)
         if order is not None:
             slopes = torch.empty_like(slopes).index_copy_(0, order, slopes)
         if vectors.is_cuda:

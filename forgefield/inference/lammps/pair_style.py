@@ -21,6 +21,7 @@ from forgefield.config.nearest import did_you_mean
 from forgefield.errors import ForgefieldError
 from forgefield.inference.ase import load_for_evaluation
 from forgefield.inference.lammps.evaluator import Evaluator, Share, species_of_types
+from forgefield.inference.uncertainty import load_uncertainty
 from forgefield.kinds import FRAMES
 from forgefield.parallel.launch import detect_launch
 from forgefield.runs import Run
@@ -31,7 +32,12 @@ Exchanger = ctypes.CFUNCTYPE(ctypes.c_int, ctypes.c_void_p, ctypes.c_void_p, cty
 class Opened(ctypes.Structure):
     """`Opened` of the plugin."""
 
-    _fields_ = [("cutoff", ctypes.c_double), ("width", ctypes.c_int64), ("several_ranks", ctypes.c_int64)]
+    _fields_ = [
+        ("cutoff", ctypes.c_double),
+        ("width", ctypes.c_int64),
+        ("several_ranks", ctypes.c_int64),
+        ("uncertain", ctypes.c_int64),
+    ]
 
 
 class Step(ctypes.Structure):
@@ -48,6 +54,7 @@ class Step(ctypes.Structure):
         ("vectors", ctypes.c_void_p),
         ("energies", ctypes.c_void_p),
         ("slopes", ctypes.c_void_p),
+        ("uncertainties", ctypes.c_void_p),
         ("pair", ctypes.c_void_p),
         ("forward", Exchanger),
         ("reverse", Exchanger),
@@ -83,6 +90,8 @@ class PairOptions:
     """Branch of a model that has several."""
     trust_code: bool = False
     """yes: import code that the run refers to, such as a user-defined model."""
+    uncertainty: bool = False
+    """yes: compute the uncertainty of the energy of each atom, for `fix pair`."""
 
 
 def parse_options(words: Sequence[str]) -> tuple[str, PairOptions]:
@@ -101,10 +110,10 @@ def parse_options(words: Sequence[str]) -> tuple[str, PairOptions]:
                 f"'{name}' is not an option; options are {', '.join(names)}.{did_you_mean(name, names)}"
             )
         values[name] = value
-    if "trust_code" in values:
-        if values["trust_code"] not in ("yes", "no"):
-            raise ForgefieldError(f"trust_code is '{values['trust_code']}'; it should be yes or no.")
-        values["trust_code"] = values["trust_code"] == "yes"
+    for name in {"trust_code", "uncertainty"} & values.keys():
+        if values[name] not in ("yes", "no"):
+            raise ForgefieldError(f"{name} is '{values[name]}'; it should be yes or no.")
+        values[name] = values[name] == "yes"
     if values.get("which", "best") not in ("best", "last"):
         raise ForgefieldError(f"which is '{values['which']}'; it should be best or last.")
     if values.get("dtype", "float32") not in ("float32", "float64"):
@@ -121,7 +130,8 @@ class PairModel:
             raise ForgefieldError(f"run {run.name} is not a potential: it was trained on grid points.")
         self.device = choose_device(options.device)
         potential = load_for_evaluation(run, options.which, self.device, options.dtype, options.head)
-        self.evaluator = Evaluator(potential)
+        uncertainty = load_uncertainty(run, options.which) if options.uncertainty else None
+        self.evaluator = Evaluator(potential, uncertainty)
         self.species_of_type: Tensor | None = None
 
     def assign(self, symbols: Sequence[str]) -> None:
@@ -141,9 +151,11 @@ class PairModel:
             destination=torch.from_numpy(_array(step.destination, (n_edges,), np.int64)).to(self.device),
             vectors=torch.from_numpy(_array(step.vectors, (n_edges, 3), np.float64)).to(self.device),
         )
-        energies, slopes = self.evaluator.evaluate(share, LammpsExchange(step) if step.n_ranks > 1 else None)
-        _array(step.energies, (step.n_local,), np.float64)[:] = energies.cpu().numpy()
-        _array(step.slopes, (n_edges, 3), np.float64)[:] = slopes.cpu().numpy()
+        found = self.evaluator.evaluate(share, LammpsExchange(step) if step.n_ranks > 1 else None)
+        _array(step.energies, (step.n_local,), np.float64)[:] = found.energies.cpu().numpy()
+        _array(step.slopes, (n_edges, 3), np.float64)[:] = found.slopes.cpu().numpy()
+        if found.uncertainties is not None:
+            _array(step.uncertainties, (step.n_local,), np.float64)[:] = found.uncertainties.cpu().numpy()
 
 
 class LammpsExchange:
@@ -211,7 +223,8 @@ def _open(n_words: int, words: Any, rank: int, opened: Any, message: int, size: 
     try:
         model = PairModel(*parse_options([words[i].decode() for i in range(n_words)]))
         evaluator = model.evaluator
-        opened[0] = Opened(evaluator.cutoff, max(evaluator.widths, default=0), evaluator.can_be_divided)
+        width, uncertain = max(evaluator.widths, default=0), evaluator.uncertainty is not None
+        opened[0] = Opened(evaluator.cutoff, width, evaluator.can_be_divided, uncertain)
         number = max(_models, default=0) + 1
         _models[number] = model
         return number

@@ -75,7 +75,12 @@ def find_compiler() -> str:
 @functools.cache
 def _describe(compiler: str) -> tuple[str, ...]:
     """Everything besides the source that a library depends on."""
-    version = subprocess.run([compiler, "--version"], capture_output=True, text=True, check=False, timeout=TIMEOUT)
+    try:
+        version = subprocess.run([compiler, "--version"], capture_output=True, text=True, check=False, timeout=TIMEOUT)
+    except subprocess.TimeoutExpired as error:
+        raise CompilerUnavailable(f"{compiler} --version did not finish within {TIMEOUT} s") from error
+    except OSError as error:
+        raise CompilerUnavailable(f"{compiler} cannot be started: {error}") from error
     return (compiler, version.stdout, *FLAGS, OPENMP, platform.machine(), _cpu_features())
 
 

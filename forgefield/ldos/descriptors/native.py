@@ -1,8 +1,7 @@
 """Sums over nodes of products of three functions, in one pass through the cache: a loop in C, compiled when it is first used.
 
 In PyTorch these sums take two thirds of the time of a bispectrum on a CPU, since every product is written to memory. Any C
-compiler will do; compiling takes about a second once per process, and nothing is stored on disk. Without a compiler PyTorch is
-used.
+compiler will do (`kernels/cpu/compiler.py`). Without a compiler PyTorch is used.
 """
 
 from __future__ import annotations
@@ -10,34 +9,15 @@ from __future__ import annotations
 import ctypes
 import functools
 import logging
-import os
-import shutil
-import subprocess
-import tempfile
 from collections.abc import Sequence
-from pathlib import Path
 
 import torch
 from torch import Tensor
 
 from forgefield.errors import ForgefieldError
+from forgefield.kernels.cpu.compiler import CompilerUnavailable, load_c
 
 _LOG = logging.getLogger(__name__)
-_FLAGS = (
-    "-O3",
-    "-march=native",
-    "-fno-math-errno",
-    "-fno-trapping-math",
-    "-fno-signed-zeros",
-    "-fassociative-math",
-    "-shared",
-    "-fPIC",
-)
-"""Sums may be reordered. Not -ffast-math: a library linked with it makes the whole process round tiny numbers to zero."""
-_PARALLEL = "-fopenmp"
-"""Omitted if the compiler does not support OpenMP: the loop then runs on one thread."""
-_TIME_LIMIT = 120
-"""Time limit for the compiler, s."""
 _TRIPLES_PER_LOOP = 10
 """Triples summed in one loop over the nodes, limited by the number of registers."""
 _FUNCTION = """
@@ -118,34 +98,10 @@ def _warn_once(reason: str) -> None:
 @functools.lru_cache(maxsize=8)
 def _compiled(triples: tuple[tuple[int, int, int], ...], real: str) -> TripleSums | str:
     """The sums, or the reason why there are none."""
-    names = (name for name in (os.environ.get("CC"), "cc", "gcc", "clang") if name)
-    compiler = next((path for path in map(shutil.which, names) if path), None)
-    if compiler is None:
-        return "none of $CC, cc, gcc and clang exists"
-    with tempfile.TemporaryDirectory() as folder:
-        source, binary = Path(folder) / "triples.c", Path(folder) / "triples.so"
-        source.write_text(_source(triples, real))
-        reason = _compile(compiler, source, binary, (*_FLAGS, _PARALLEL))
-        if reason is not None:
-            reason = _compile(compiler, source, binary, _FLAGS)
-        if reason is not None:
-            return reason
-        try:
-            return TripleSums(ctypes.CDLL(str(binary)))
-        except OSError as error:
-            return f"the output of {compiler} cannot be loaded: {error}"
-
-
-def _compile(compiler: str, source: Path, binary: Path, flags: Sequence[str]) -> str | None:
-    """Compile `source`; returns the reason if that fails."""
-    command = [compiler, *flags, str(source), "-o", str(binary)]
     try:
-        result = subprocess.run(command, capture_output=True, text=True, check=False, timeout=_TIME_LIMIT)
-    except subprocess.TimeoutExpired:
-        return f"{compiler} did not finish within {_TIME_LIMIT} s"
-    except OSError as error:
-        return f"{compiler} cannot be started: {error}"
-    return f"{compiler} says {result.stderr.strip()}" if result.returncode else None
+        return TripleSums(load_c(_source(triples, real)))
+    except CompilerUnavailable as error:
+        return str(error)
 
 
 def _source(triples: Sequence[tuple[int, int, int]], real: str) -> str:

@@ -24,9 +24,9 @@ from forgefield.ldos.training.reference import (
 )
 from forgefield.ldos.training.snapshots import SnapshotMeasure, TermGradient
 from forgefield.settings import Config
-from forgefield.training.engines.choose import inductor_options, why_not
+from forgefield.training.engines.choose import engine_refusal, inductor_options
 from forgefield.training.module import TrainingModule
-from forgefield.training.optim.update import Update, why_not_capturable
+from forgefield.training.optim.update import Update, capture_refusal
 from forgefield.training.options import TrainingOptions
 from forgefield.training.precision import Precision
 from forgefield.training.problem.problem import TrainingSession
@@ -83,7 +83,7 @@ class EngineBuilder:
         training = config.training
         name = training.engine or "eager"
         compiles = name == "compile" or (name == "graphs" and training.graphs.compiled and device.type == "cuda")
-        reason = why_not(name, device) or (why_not("compile", device) if compiles else None)
+        reason = engine_refusal(name, device) or (engine_refusal("compile", device) if compiles else None)
         if name == "graphs" and world_size > 1:
             reason = reason or "steps of several processes are not captured; use eager or compile."
         if name == "graphs" and config.data.fast is False:
@@ -172,7 +172,7 @@ class EngineBuilder:
         compilation."""
         training = self.config.training
         name = training.engine or "eager"
-        obstacle = why_not_capturable(module.trainer.optimizers[0]) if module.device.type == "cuda" else "no GPU"
+        obstacle = capture_refusal(module.trainer.optimizers[0]) if module.device.type == "cuda" else "no GPU"
         obstacle = obstacle or schedule_capture_obstacle(
             None if module.schedule is None else module.schedule["scheduler"]
         )

@@ -132,7 +132,7 @@ class EagerEngine:
             return self.layout.split((torch.stack(picked) if picked else self.resident.rows[:0]).to(self.device))
         return self.layout.split(self.resident.rows.index_select(0, indices))
 
-    def forget(self) -> None:
+    def reset(self) -> None:
         """Discard state that is specific to one precision."""
 
 
@@ -182,7 +182,7 @@ class GraphsEngine:
         self._stale = True
         """Whether weights may have been changed outside of captured steps."""
 
-    def forget(self) -> None:
+    def reset(self) -> None:
         """Discard state that is specific to one precision."""
         self._graphs.clear()
         self._fused, self._chosen = None, False

@@ -24,7 +24,7 @@ from forgefield.parallel.strategies import SimpleDDPStrategy
 from forgefield.training.executor import StepExecutor
 from forgefield.training.optim.optimisers import ManualSchedule
 from forgefield.training.options import TrainingOptions
-from forgefield.training.trainer import fit_epoch_length
+from forgefield.training.trainer import set_epoch_length
 
 BuildEngine = Callable[["PointsExecutor"], EagerEngine | GraphsEngine]
 
@@ -98,7 +98,7 @@ class PointsExecutor(StepExecutor):
         loader.set_epoch(self.module.trainer.current_epoch)
         if self.module.trainer.max_steps not in (None, -1):
             loader.cut_after(self.module.trainer.max_steps - self.module.trainer.global_step)
-            fit_epoch_length(self.module.trainer, loader)
+            set_epoch_length(self.module.trainer, loader)
 
     def steps_of_fit(self) -> int:
         trainer, loader = self.module.trainer, self.module.trainer.train_dataloader

@@ -70,10 +70,10 @@ class PointsProblem(Problem):
         require_same_data(self.fingerprint, ranks)
         if self.initial is None:
             _, _, model_options = check_model(config.model, trust=CONFIG)
-            self.resolved = self.kept_model(resolve(model_options, self._facts()))
+            self.resolved = self.stored_or_resolved(resolve(model_options, self._facts()))
         else:
             self.data.inputs, self.data.outputs = self.initial.scaling("inputs"), self.initial.scaling("outputs")
-            self.resolved = self.kept_model(self.initial.options(table, config.points.descriptors))
+            self.resolved = self.stored_or_resolved(self.initial.options(table, config.points.descriptors))
         if (descriptors := self.resolved["points"]["descriptors"]) is not None:
             options = DescriptorOptions.from_mapping(descriptors, "data.points.descriptors")
             in_config = config.points.descriptors is not None

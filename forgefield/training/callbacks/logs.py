@@ -1,8 +1,8 @@
-"""Writes `metrics.csv`, `metrics.jsonl` and `timing.csv`: one row per validation, or per epoch where there is none.
+"""Writes `metrics.csv`, `metrics.jsonl` and `timing.csv`: one row per validation, or per epoch without validation.
 
-Metrics hold no wall-clock value, so that a resumed run writes the same bytes as an uninterrupted one; how long things took is
-in `timing.csv`. A checkpoint knows how many rows had been written; on a resume, rows behind it are cut off. Lightning's own
-loggers, if the user has any, get the same rows.
+Wall-clock times are in `timing.csv` only, so that the metrics of a resumed run are identical to those of an uninterrupted one.
+A checkpoint contains the number of rows written so far; rows after it are removed when a run is resumed. Lightning's loggers
+get the same rows.
 """
 
 from __future__ import annotations
@@ -12,25 +12,37 @@ import io
 import json
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import lightning as L
 import torch
 from lightning.pytorch.callbacks import Callback
+from lightning.pytorch.utilities.types import STEP_OUTPUT
 
 from forgefield.errors import ForgefieldError
 from forgefield.files import write_atomically
 from forgefield.tasks.metrics import UNITS
-from forgefield.training.callbacks.monitor import epoch_is_whole
+from forgefield.training.callbacks.monitor import epoch_is_complete
+from forgefield.training.module import training_module
 from forgefield.training.optim.schedules import current_learning_rate
 from forgefield.training.run.summary import digits
+from forgefield.training.trainer import callbacks_of, is_quick
+
+if TYPE_CHECKING:
+    from torch.utils.tensorboard import SummaryWriter
 
 _TIMING = ("seconds", "frames", "atoms", "frames_per_second", "atoms_per_second")
 
 
 class MetricsLog(Callback):
-    """folder: the run. columns: every metric a row may hold, in order. timing: of `timing.csv`. note: called with a line about
-    each row, for the log. units: of further quantities. All ranks keep count of the rows; rank 0 writes them."""
+    """Writes rows of metrics and times. All ranks count the rows; rank 0 writes them.
+
+    folder: of the run.
+    columns: all metrics that a row may contain, in order.
+    timing: columns of `timing.csv`.
+    note: called with a description of each row, for the log.
+    units: of additional quantities.
+    """
 
     state_key = "metrics_log"
 
@@ -51,12 +63,12 @@ class MetricsLog(Callback):
         self._row_step = -1
 
     def start(self, rows: int) -> None:
-        """Begin new files, or keep of the old ones the rows that had been written when the checkpoint was taken."""
+        """Create the files, with the first `rows` rows of existing ones."""
         for name, header in (("metrics.csv", self.columns), ("timing.csv", self.timing)):
-            kept = _lines(self.folder / name)[1 : rows + 1]
-            write_atomically(self.folder / name, _csv_line(header) + "".join(line + "\n" for line in kept))
+            lines = complete_lines(self.folder / name)[1 : rows + 1]
+            write_atomically(self.folder / name, _csv_line(header) + "".join(line + "\n" for line in lines))
         path = self.folder / "metrics.jsonl"
-        write_atomically(path, "".join(line + "\n" for line in _lines(path)[:rows]))
+        write_atomically(path, "".join(line + "\n" for line in complete_lines(path)[:rows]))
 
     def state_dict(self) -> dict[str, Any]:
         return {"rows": self._rows, "row_step": self._row_step}
@@ -64,80 +76,80 @@ class MetricsLog(Callback):
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         self._rows, self._row_step = state_dict["rows"], state_dict["row_step"]
 
-    def on_validation_end(self, trainer: L.Trainer, pl_module: Any) -> None:
-        _ = (
-            trainer.callback_metrics
-        )  # reading reduces a user's own metrics over ranks, so all ranks read at the same time
+    def on_validation_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        _ = trainer.callback_metrics  # reading reduces metrics that a user logs over ranks, so all ranks read them
         if trainer.state.fn == "fit" and not trainer.sanity_checking:
-            self._write(trainer, pl_module)
+            self._write(trainer)
 
-    def on_train_epoch_end(self, trainer: L.Trainer, pl_module: Any) -> None:
+    def on_train_epoch_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         _ = trainer.callback_metrics
-        if trainer.global_step != self._row_step and epoch_is_whole(trainer):
-            pl_module.finish_row()
-            self._write(trainer, pl_module)
+        if trainer.global_step != self._row_step and epoch_is_complete(trainer):
+            training_module(pl_module).finish_row()
+            self._write(trainer)
 
-    def _write(self, trainer: L.Trainer, pl_module: Any) -> None:
-        timing = {"epoch": trainer.current_epoch, "step": trainer.global_step, **pl_module.take_throughput()}
+    def _write(self, trainer: L.Trainer) -> None:
+        module = training_module(trainer.lightning_module)
+        timing = {"epoch": trainer.current_epoch, "step": trainer.global_step, **module.take_throughput()}
         row: dict[str, Any] = {
             "epoch": trainer.current_epoch,
             "step": trainer.global_step,
             "lr": current_learning_rate(trainer.optimizers[0]),
-            **pl_module.latest,
+            **module.latest,
         }
         if trainer.is_global_zero:
             self._write_row(trainer, row, timing)
         self._rows += 1
         self._row_step = trainer.global_step
-        pl_module.latest.clear()
+        module.latest.clear()
 
     def _write_row(self, trainer: L.Trainer, row: dict[str, Any], timing: dict[str, Any]) -> None:
-        _append(self.folder / "metrics.csv", _csv_line([row.get(name) for name in self.columns]))
-        _append(self.folder / "metrics.jsonl", json.dumps({k: row[k] for k in self.columns if k in row}) + "\n")
-        _append(self.folder / "timing.csv", _csv_line([timing[name] for name in self.timing]))
-        self.note(row_in_words(row, self.units))
+        append_text(self.folder / "metrics.csv", _csv_line([row.get(name) for name in self.columns]))
+        append_text(self.folder / "metrics.jsonl", json.dumps({k: row[k] for k in self.columns if k in row}) + "\n")
+        append_text(self.folder / "timing.csv", _csv_line([timing[name] for name in self.timing]))
+        self.note(describe_row(row, self.units))
         for logger in trainer.loggers:
             logger.log_metrics({key: float(value) for key, value in row.items()}, step=trainer.global_step)
             logger.save()
 
 
-def row_in_words(row: Mapping[str, Any], units: Mapping[str, str]) -> str:
-    """A row of metrics as a line of the log: losses, errors with their kind and unit, accuracies. Epochs count from one."""
-    parts = [f"epoch {int(row['epoch']) + 1}  step {row['step']}  lr {float(row['lr']):.3g}"]
+def describe_row(row: Mapping[str, Any], units: Mapping[str, str]) -> str:
+    """A line of the log for a row of metrics: losses, MAE and RMSE with units, accuracies. Epochs are counted from one."""
+    sections = [f"epoch {int(row['epoch']) + 1}  step {row['step']}  lr {float(row['lr']):.3g}"]
     for split, title in (("train", "train"), ("val", "validation")):
-        words = [f"loss {digits(float(row[f'{split}/loss']))}"] if f"{split}/loss" in row else []
+        values = [f"loss {digits(float(row[f'{split}/loss']))}"] if f"{split}/loss" in row else []
         for key, value in row.items():
             name, _, kind = key.removeprefix(f"{split}/").rpartition("_")
             if not key.startswith(f"{split}/") or "/" in name or "/" in kind or value is None:
                 continue
             if kind in ("mae", "rmse"):
-                words.append(f"{name} {kind.upper()} {digits(float(value))} {units.get(name, '')}".rstrip())
+                values.append(f"{name} {kind.upper()} {digits(float(value))} {units.get(name, '')}".rstrip())
             elif kind == "accuracy":
-                words.append(f"{name} accuracy {digits(float(value))}")
-        if words:
-            parts.append(f"{title}: {', '.join(words)}")
-    return "  ".join(parts)
+                values.append(f"{name} accuracy {digits(float(value))}")
+        if values:
+            sections.append(f"{title}: {', '.join(values)}")
+    return "  ".join(sections)
 
 
-def _append(path: Path, text: str) -> None:
+def append_text(path: Path, text: str) -> None:
+    """Append text to a file of the run. Raises ForgefieldError with advice if that fails."""
     try:
         with open(path, "a") as file:
             file.write(text)
     except OSError as error:
         raise ForgefieldError(
-            f"Could not write {path}: {error.strerror}; the checkpoints are untouched. Make room, then run the same command "
-            "to go on."
+            f"Could not write {path}: {error.strerror}; the checkpoints are intact. Free some space, then run the same command "
+            "to resume."
         ) from error
 
 
-def _csv_line(values: list[Any]) -> str:
+def _csv_line(values: Sequence[object]) -> str:
     line = io.StringIO()
     csv.writer(line, lineterminator="\n").writerow(["" if value is None else value for value in values])
     return line.getvalue()
 
 
-def _lines(path: Path) -> list[str]:
-    """Complete lines of a file; a last one that was cut off by a crash does not count."""
+def complete_lines(path: Path) -> list[str]:
+    """The lines of a file, without a last one that is incomplete because of a crash."""
     if not path.exists():
         return []
     text = path.read_text()
@@ -145,56 +157,68 @@ def _lines(path: Path) -> list[str]:
 
 
 class TensorBoardLog(Callback):
-    """folder: where event files go. from_step: events behind this step, left by a crash, are hidden. Rank 0 alone writes."""
+    """Writes TensorBoard events, on rank 0.
+
+    folder: of the event files.
+    level: the setting `training.tensorboard`.
+    from_step: the step at which a run resumes; later events, written before a crash, are hidden.
+    """
 
     def __init__(self, folder: Path, level: int, from_step: int) -> None:
         self.folder = folder
         self.level = level
         self.from_step = from_step
-        self._writer: Any = None
+        self._writer: SummaryWriter | None = None
         self._gradients: dict[str, torch.Tensor] = {}
 
     @property
-    def writer(self) -> Any:
-        """TensorBoard's writer while a training runs, else None; diagnosis callbacks write there too."""
+    def writer(self) -> SummaryWriter | None:
+        """TensorBoard's writer during a training, else None; also used by diagnosis callbacks."""
         return self._writer
 
-    def on_fit_start(self, trainer: L.Trainer, pl_module: Any) -> None:
+    def on_fit_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         if not trainer.is_global_zero:
             return
         from torch.utils.tensorboard import SummaryWriter
 
         self._writer = SummaryWriter(str(self.folder), purge_step=self.from_step + 1 if self.from_step else None)
 
-    def on_train_batch_end(self, trainer: L.Trainer, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
-        if not pl_module.automatic_optimization:  # the gradients of the last step are still there
-            self.on_before_optimizer_step(trainer, pl_module, None)
+    def on_train_batch_end(
+        self, trainer: L.Trainer, pl_module: L.LightningModule, outputs: STEP_OUTPUT, batch: object, batch_idx: int
+    ) -> None:
+        if not pl_module.automatic_optimization:  # `grad` still contains the gradients of the last step
+            self._copy_gradients(trainer)
 
-    def on_before_optimizer_step(self, trainer: L.Trainer, pl_module: Any, optimizer: Any) -> None:
+    def on_before_optimizer_step(
+        self, trainer: L.Trainer, pl_module: L.LightningModule, optimizer: torch.optim.Optimizer
+    ) -> None:
+        self._copy_gradients(trainer)
+
+    def _copy_gradients(self, trainer: L.Trainer) -> None:
         last_of_epoch = trainer.fit_loop.epoch_loop.batch_progress.is_last_batch
         if self._writer is not None and self.level >= 2 and last_of_epoch:
             self._gradients = {
                 name: parameter.grad.detach().clone()
-                for name, parameter in pl_module.trained.named_parameters()
+                for name, parameter in training_module(trainer.lightning_module).trained.named_parameters()
                 if parameter.grad is not None
             }
 
-    def on_train_epoch_end(self, trainer: L.Trainer, pl_module: Any) -> None:
+    def on_train_epoch_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         metrics = dict(trainer.callback_metrics)
         if self._writer is None:
             return
         for name, value in metrics.items():
             self._writer.add_scalar(name, float(value), trainer.global_step)
         if self.level >= 2:
-            for name, parameter in pl_module.trained.named_parameters():
+            for name, parameter in training_module(pl_module).trained.named_parameters():
                 self._writer.add_histogram(f"weights/{name}", parameter.detach(), trainer.global_step)
             for name, gradient in self._gradients.items():
                 self._writer.add_histogram(f"gradients/{name}", gradient, trainer.global_step)
 
-    def on_fit_end(self, trainer: L.Trainer, pl_module: Any) -> None:
+    def on_fit_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         self._close()
 
-    def on_exception(self, trainer: L.Trainer, pl_module: Any, exception: BaseException) -> None:
+    def on_exception(self, trainer: L.Trainer, pl_module: L.LightningModule, exception: BaseException) -> None:
         self._close()
 
     def _close(self) -> None:
@@ -203,34 +227,39 @@ class TensorBoardLog(Callback):
             self._writer = None
 
 
-def tensorboard_writers(trainer: L.Trainer) -> list[Any]:
-    """The writers of the run's TensorBoard events: one on rank 0 while it trains, else none."""
-    callbacks: list[Any] = trainer.callbacks  # type: ignore[attr-defined]
-    return [c.writer for c in callbacks if isinstance(c, TensorBoardLog) and c.writer is not None]
+def tensorboard_writers(trainer: L.Trainer) -> list[SummaryWriter]:
+    """The writers of the run's TensorBoard events: one on rank 0 during a training, else none."""
+    return [c.writer for c in callbacks_of(trainer) if isinstance(c, TensorBoardLog) and c.writer is not None]
 
 
 class StepLog(Callback):
-    """settings: the resolved config, which loggers are given as hyperparameters. tensorboard: whether the run writes events of
-    TensorBoard; the same on all ranks. from_step: where a resumed run begins."""
+    """Logs the loss and the learning rate of single steps.
+
+    settings: the resolved config, which is logged as hyperparameters.
+    tensorboard: whether the run writes TensorBoard events; the same on all ranks.
+    from_step: the step at which a run resumes.
+    """
 
     def __init__(self, settings: Mapping[str, Any], *, tensorboard: bool, from_step: int) -> None:
         self.settings, self.tensorboard = settings, tensorboard
         self._seen = from_step
 
-    def on_fit_start(self, trainer: L.Trainer, pl_module: Any) -> None:
-        if trainer.is_global_zero and not getattr(trainer, "fast_dev_run", False):
+    def on_fit_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        if trainer.is_global_zero and not is_quick(trainer):
             for logger in trainer.loggers:
                 logger.log_hyperparams(dict(self.settings))
                 logger.save()
 
-    def on_train_batch_end(self, trainer: L.Trainer, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
-        step, every = trainer.global_step, getattr(trainer, "log_every_n_steps", 0)
+    def on_train_batch_end(
+        self, trainer: L.Trainer, pl_module: L.LightningModule, outputs: STEP_OUTPUT, batch: object, batch_idx: int
+    ) -> None:
+        step, every = trainer.global_step, int(vars(trainer)["log_every_n_steps"])
         before, self._seen = self._seen, step
-        if not (self.tensorboard or trainer.loggers) or not every or outputs is None:
+        if not (self.tensorboard or trainer.loggers) or not every or not isinstance(outputs, Mapping):
             return
-        if step // every == before // every:  # a batch may be many steps
+        if step // every == before // every:  # a batch may contain many steps
             return
-        # Lightning gives the share of this batch in an accumulation, and each rank has its share of the whole.
+        # The loss of Lightning is divided by the number of accumulated batches, and it is that of one rank.
         loss = trainer.strategy.reduce(outputs["loss"] * trainer.accumulate_grad_batches, reduce_op="mean")
         if not trainer.is_global_zero:
             return

@@ -1,6 +1,6 @@
-"""Keeps the weights to deploy: `best.safetensors` after every improvement, `last.safetensors` at the end.
+"""Writes the weights to deploy, `best.safetensors` after every improvement and `last.safetensors` at the end; early stopping.
 
-Both hold the averaged weights where there is an average. They are for use; continuing a run takes a checkpoint.
+Both files contain the averaged weights if there is an average. A run is resumed from checkpoints, not from these files.
 """
 
 from __future__ import annotations
@@ -14,12 +14,13 @@ import lightning as L
 from lightning.pytorch.callbacks import Callback, EarlyStopping
 
 from forgefield.errors import ForgefieldError
+from forgefield.training.module import training_module
 from forgefield.training.run.checkpoint import early_stopping_key
 from forgefield.weights import digest, read_weights, write_weights
 
 
 class BestModel(Callback):
-    """Watches `monitor`, the smaller the better. Must come behind the callback that closes rows of metrics."""
+    """Writes the weights with the lowest value of the metric `monitor`. Must come after the callback that writes metrics."""
 
     state_key = "best_model"
 
@@ -28,33 +29,33 @@ class BestModel(Callback):
         self.monitor = monitor
         self.best: float | None = None
         self._epochs: int | None = None
-        """Whole epochs, once training has ended in this process."""
+        """Number of complete epochs; None until the training has ended in this process."""
 
-    def on_validation_end(self, trainer: L.Trainer, pl_module: Any) -> None:
+    def on_validation_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         if trainer.state.fn == "fit" and not trainer.sanity_checking and not self.monitor.startswith("train/"):
-            self._judge(trainer, pl_module)
+            self._write_if_better(trainer)
 
-    def on_train_epoch_end(self, trainer: L.Trainer, pl_module: Any) -> None:
-        if self.monitor.startswith("train/") and epoch_is_whole(trainer):
-            self._judge(trainer, pl_module)
+    def on_train_epoch_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        if self.monitor.startswith("train/") and epoch_is_complete(trainer):
+            self._write_if_better(trainer)
 
-    def on_train_end(self, trainer: L.Trainer, pl_module: Any) -> None:
-        self._epochs = trainer.current_epoch - (0 if epoch_is_whole(trainer) else 1)
+    def on_train_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        self._epochs = trainer.current_epoch - (0 if epoch_is_complete(trainer) else 1)
 
-    def on_fit_end(self, trainer: L.Trainer, pl_module: Any) -> None:
-        """Also called where a finished training was only restored, so that what a crash kept from being written is written."""
+    def on_fit_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        """Write files that do not exist yet. Also called if a finished training was only restored, after a crash."""
         if not trainer.is_global_zero:
             return
-        if not _holds(self.folder / "last.safetensors", trainer.global_step, pl_module):
-            self._write("last", trainer, pl_module)
+        if not _contains(self.folder / "last.safetensors", trainer):
+            self._write("last", trainer)
         if not (self.folder / "best.safetensors").exists():
             if self.best is not None:
                 raise ForgefieldError(
                     f"{self.folder / 'best.safetensors'} is missing and cannot be restored, because the last "
-                    "checkpoint does not hold the best weights. Restore it from a backup, or copy last.safetensors to that "
+                    "checkpoint does not contain the best weights. Restore it from a backup, or copy last.safetensors to that "
                     "name to use the last weights as the best ones."
                 )
-            self._write("best", trainer, pl_module)
+            self._write("best", trainer)
 
     def state_dict(self) -> dict[str, Any]:
         return {"best": self.best}
@@ -62,44 +63,49 @@ class BestModel(Callback):
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         self.best = state_dict["best"]
 
-    def _judge(self, trainer: L.Trainer, pl_module: Any) -> None:
+    def _write_if_better(self, trainer: L.Trainer) -> None:
         value = float(trainer.callback_metrics.get(self.monitor, math.nan))
         if math.isfinite(value) and (self.best is None or value < self.best):
             self.best = value
-            self._write("best", trainer, pl_module)
+            self._write("best", trainer)
 
-    def _write(self, which: str, trainer: L.Trainer, pl_module: Any) -> None:
+    def _write(self, which: str, trainer: L.Trainer) -> None:
         if not trainer.is_global_zero:
             return
         epoch = trainer.current_epoch if self._epochs is None else self._epochs
         about = {"step": trainer.global_step, "epoch": epoch, self.monitor: self.best}
-        write_weights(self.folder / f"{which}.safetensors", pl_module.averaged_state(), about)
+        state = training_module(trainer.lightning_module).averaged_state()
+        write_weights(self.folder / f"{which}.safetensors", state, about)
 
 
-def _holds(path: Path, step: int, pl_module: Any) -> bool:
-    """Whether a file holds the weights of this step, undamaged."""
+def _contains(path: Path, trainer: L.Trainer) -> bool:
+    """Whether a file contains the present weights, undamaged."""
     try:
         stored = read_weights(path)
     except ForgefieldError:
         return False
-    return stored.about.get("step") == step and stored.sha256 == digest(pl_module.averaged_state())
+    state = training_module(trainer.lightning_module).averaged_state()
+    return stored.about.get("step") == trainer.global_step and stored.sha256 == digest(state)
 
 
-def epoch_is_whole(trainer: L.Trainer) -> bool:
-    """Whether the epoch that Lightning ends was run to its end; `max_steps` can cut it short."""
+def epoch_is_complete(trainer: L.Trainer) -> bool:
+    """Whether all batches of the epoch that ends were used; `max_steps` may end it earlier."""
     progress = trainer.fit_loop.epoch_loop.batch_progress
     return progress.current.completed >= trainer.num_training_batches
 
 
 class EarlyStop(EarlyStopping):
-    """notify: takes one sentence for the user. A resume takes over the count so far, but patience from the present config."""
+    """Early stopping with a message. A resumed run restores the count, and uses the patience of the present config.
+
+    notify: called with a sentence for the user.
+    """
 
     def __init__(self, monitor: str, *, patience: int, min_delta: float, notify: Callable[[str], None]) -> None:
         super().__init__(monitor, patience=patience, min_delta=min_delta, mode="min", check_finite=True)
         self.notify = notify
         self.best_epoch: int | None = None
         self.reason: str | None = None
-        """Why the training was stopped; None while it is not."""
+        """Why the training was stopped; None if it was not."""
 
     @property
     def state_key(self) -> str:
@@ -120,17 +126,17 @@ class EarlyStop(EarlyStopping):
         if trainer.should_stop and not stopped:
             self.reason = self._describe(trainer)
 
-    def on_train_end(self, trainer: L.Trainer, pl_module: Any) -> None:
+    def on_train_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         if self.reason is not None:
             self.notify(self.reason)
 
     def _describe(self, trainer: L.Trainer) -> str:
         value, best = float(trainer.callback_metrics[self.monitor]), float(self.best_score)
         when = f" in epoch {self.best_epoch}" if self.best_epoch is not None else ""
-        best_value = f"Its best value was {best:.6g}{when}." if math.isfinite(best) else "It never was finite."
+        best_value = f"Its best value was {best:.6g}{when}." if math.isfinite(best) else "It was never finite."
         stopped = f"Stopped early after epoch {trainer.current_epoch + 1}"
         if not math.isfinite(value):
-            return f"{stopped}: {self.monitor} is {value}. {best_value} Lower training.lr, or look at the data."
+            return f"{stopped}: {self.monitor} is {value}. {best_value} Lower training.lr, or check the data."
         by = f" by more than {abs(self.min_delta):g}" if self.min_delta else ""
         return (
             f"{stopped}: {self.monitor} has not improved{by} in the last {self.wait_count} validations "

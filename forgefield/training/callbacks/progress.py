@@ -1,8 +1,8 @@
 """The progress of a training: a live display on a terminal, a few compact lines in a log.
 
-Contract: a step costs one look at the clock. Metrics are read, and so a device waited for, only when something is
-shown: at most `per_second` times a second on a terminal, once per validation or epoch in a log. The terminal is given
-back whatever ends the training.
+Contract: a step costs one reading of the clock. Metrics, which may wait for the device, are read only when something is shown:
+at most `per_second` times a second on a terminal, once per validation or epoch in a log. The terminal is restored however the
+training ends.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ from typing import Any
 import lightning as L
 from lightning.pytorch.callbacks import ProgressBar
 from lightning.pytorch.callbacks.timer import Timer
+from lightning.pytorch.utilities.types import STEP_OUTPUT
 from rich.console import Console, Group
 from rich.live import Live
 from rich.progress_bar import ProgressBar as Bar
@@ -22,17 +23,25 @@ from rich.table import Table
 from rich.text import Text
 
 from forgefield.tasks.metrics import UNITS
+from forgefield.training.module import Throughput
 from forgefield.training.optim.schedules import current_learning_rate
 from forgefield.training.run.summary import digits
+from forgefield.training.trainer import callbacks_of
 
-EVERY_LINE_UP_TO = 20
+FIRST_LINES = 20
+"""Number of lines at the beginning of a log that are never skipped."""
 _SHOWN = ("energy", "forces", "stress")
 
 
 class RunProgress(ProgressBar):
-    """console: where to; the one the rest of the program prints to, so that its lines appear above the display.
-    max_lines: about how many lines a log gets for the whole training. monitor: what `best` goes by.
-    max_seconds: wall-clock limit of the training, for the time left. units: of further quantities whose errors are shown.
+    """Shows the progress of a training.
+
+    console: that of all other output, so that it appears above the display.
+    monitor: metric that selects the best values.
+    per_second: maximum rate of updates on a terminal.
+    max_lines: approximate number of lines in the log of a training.
+    max_seconds: wall-clock limit of the training, for the remaining time.
+    units: of additional quantities whose errors are shown.
     """
 
     state_key = "progress"
@@ -65,11 +74,12 @@ class RunProgress(ProgressBar):
         self._batch, self._batches = 0, 0
         self._pace: tuple[float, int] | None = None
         self._done = 0
-        self._moments = 0
+        self._occasions = 0
+        """Number of validations and ends of epochs so far, each an occasion for a line."""
         self._due: tuple[str, str] | None = None
         self._printed_step = -1
 
-    # ---- Lightning's switches
+    # ---- methods that Lightning calls
 
     def disable(self) -> None:
         self._enabled = False
@@ -77,7 +87,7 @@ class RunProgress(ProgressBar):
     def enable(self) -> None:
         self._enabled = True
 
-    def print(self, *args: Any, sep: str = " ", end: str = "\n") -> None:  # type: ignore[override]
+    def print(self, *args: object, sep: str = " ", end: str = "\n", **options: object) -> None:
         self.console.print(Text(sep.join(str(item) for item in args)), soft_wrap=True, end=end)
 
     def state_dict(self) -> dict[str, Any]:
@@ -91,31 +101,31 @@ class RunProgress(ProgressBar):
     def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         self._pace, self._done, self._due = None, 0, None
         self._epoch = trainer.current_epoch + 1
-        self._moments = trainer.current_epoch * _validations_per_epoch(trainer)
-        self._begin("train", _whole(trainer.num_training_batches))
+        self._occasions = trainer.current_epoch * _validations_per_epoch(trainer)
+        self._begin("train", _count(trainer.num_training_batches))
 
     def on_train_epoch_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         self._print_due(trainer)
-        self._phase, self._batch, self._batches = "train", 0, _whole(trainer.num_training_batches)
+        self._phase, self._batch, self._batches = "train", 0, _count(trainer.num_training_batches)
 
     def on_train_batch_end(
-        self, trainer: L.Trainer, pl_module: L.LightningModule, outputs: Any, batch: Any, batch_idx: int
+        self, trainer: L.Trainer, pl_module: L.LightningModule, outputs: STEP_OUTPUT, batch: object, batch_idx: int
     ) -> None:
         self._epoch = trainer.current_epoch + 1
         self._batch = batch_idx + 1
         self._done += 1
         if self._pace is None:
-            # The first step pays for warming up and says little about the rest.
+            # The first step includes warming up and is not representative.
             self._pace = (time.monotonic(), self._done)
         if self._batch == self._batches:
             self._read_speed(trainer, pl_module)
         self._refresh(trainer)
 
     def on_train_epoch_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        # The epoch's metrics are final only after all hooks of its end, so its line is printed a moment later; what
-        # belongs to this very step is noted now.
-        self._moments += 1
-        self._due = self._place(trainer)
+        # Metrics of the epoch are final only after all hooks of its end, so its line is printed later; step and learning rate
+        # are stored now.
+        self._occasions += 1
+        self._due = self._position(trainer)
 
     def on_train_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         self._print_due(trainer, last=True)
@@ -127,14 +137,14 @@ class RunProgress(ProgressBar):
     def on_validation_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         if trainer.state.fn == "fit":
             self._read_speed(trainer, pl_module)
-        self._begin("validate", _whole(trainer.num_val_batches))
+        self._begin("validate", _count(trainer.num_val_batches))
 
     def on_validation_batch_end(
         self,
         trainer: L.Trainer,
         pl_module: L.LightningModule,
-        outputs: Any,
-        batch: Any,
+        outputs: STEP_OUTPUT,
+        batch: object,
         batch_idx: int,
         dataloader_idx: int = 0,
     ) -> None:
@@ -147,23 +157,23 @@ class RunProgress(ProgressBar):
             return
         self._read_values(trainer)
         self._keep_best(trainer)
-        self._begin("train", _whole(trainer.num_training_batches))
+        self._begin("train", _count(trainer.num_training_batches))
         self._batch = trainer.fit_loop.batch_idx + 1
         if self._batch < self._batches:
-            self._moments += 1
-            self._due = self._place(trainer)
+            self._occasions += 1
+            self._due = self._position(trainer)
             self._print_due(trainer)
         self._refresh(trainer, now=True)
 
     def on_test_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        self._begin("test", _whole(trainer.num_test_batches))
+        self._begin("test", _count(trainer.num_test_batches))
 
     def on_test_batch_end(
         self,
         trainer: L.Trainer,
         pl_module: L.LightningModule,
-        outputs: Any,
-        batch: Any,
+        outputs: STEP_OUTPUT,
+        batch: object,
         batch_idx: int,
         dataloader_idx: int = 0,
     ) -> None:
@@ -174,14 +184,14 @@ class RunProgress(ProgressBar):
         self._finish()
 
     def on_predict_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        self._begin("predict", _whole(trainer.num_predict_batches))
+        self._begin("predict", _count(trainer.num_predict_batches))
 
     def on_predict_batch_end(
         self,
         trainer: L.Trainer,
         pl_module: L.LightningModule,
-        outputs: Any,
-        batch: Any,
+        outputs: STEP_OUTPUT,
+        batch: object,
         batch_idx: int,
         dataloader_idx: int = 0,
     ) -> None:
@@ -192,7 +202,7 @@ class RunProgress(ProgressBar):
         self._finish()
 
     def on_exception(self, trainer: L.Trainer, pl_module: L.LightningModule, exception: BaseException) -> None:
-        # Whatever went wrong may be what these values are made of: the display must not fail on top of it.
+        # Metrics are not read, because they may be the cause of the exception.
         self._finish()
         if trainer.training:
             self._print_due(trainer, last=True, read=False)
@@ -200,7 +210,7 @@ class RunProgress(ProgressBar):
     def teardown(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:
         self._finish()
 
-    # ---- what is known
+    # ---- values
 
     def _read_values(self, trainer: L.Trainer) -> None:
         for name, value in trainer.callback_metrics.items():
@@ -208,12 +218,14 @@ class RunProgress(ProgressBar):
                 self._values[name] = float(value)
 
     def _read_speed(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        """Kept, because the counters begin anew with every row of metrics. All ranks are taken to be as fast as this one."""
+        """Store the throughput, whose counters are reset with every row of metrics, times the number of ranks."""
         throughput = getattr(pl_module, "throughput", None)
-        for name in ("atoms_per_second", "frames_per_second", "points_per_second"):
-            value = getattr(throughput, name, None)
+        if not isinstance(throughput, Throughput):
+            return
+        for name in ("atoms", "frames", "points"):
+            value = throughput.per_second(name)
             if value is not None:
-                self._speed[name] = float(value) * trainer.world_size
+                self._speed[f"{name}_per_second"] = value * trainer.world_size
 
     def _keep_best(self, trainer: L.Trainer) -> None:
         value = self._values.get(self.monitor)
@@ -223,7 +235,7 @@ class RunProgress(ProgressBar):
             self.best["epoch"] = trainer.current_epoch + 1
 
     def seconds_left(self, trainer: L.Trainer) -> float | None:
-        """Time to the end of the whole training at the pace so far, validation included; None while it is unknown."""
+        """Estimated time to the end of the training, validation included; None if it is unknown."""
         limits = [_seconds_on_timer(trainer)]
         if self._deadline is not None:
             limits.append(max(self._deadline - time.monotonic(), 0.0))
@@ -234,13 +246,12 @@ class RunProgress(ProgressBar):
             if self._done > done and elapsed > 0:
                 position = trainer.fit_loop.epoch_loop.total_batch_idx + 1
                 limits.append(max(total - position, 0) * elapsed / (self._done - done))
-        known = [limit for limit in limits if limit is not None]
-        return min(known) if known else None
+        return min((limit for limit in limits if limit is not None), default=None)
 
-    # ---- a log: lines
+    # ---- lines of a log
 
-    def _place(self, trainer: L.Trainer) -> tuple[str, str]:
-        """Where the training is, and at which rate, as a line says it."""
+    def _position(self, trainer: L.Trainer) -> tuple[str, str]:
+        """Epoch and step, and the learning rate, as text."""
         epochs = _total_epochs(trainer)
         of = f"/{epochs}" if epochs else ""
         epoch = f"{trainer.current_epoch + 1}".rjust(len(of) - 1 if of else 3)
@@ -252,36 +263,38 @@ class RunProgress(ProgressBar):
             return
         total = _total_epochs(trainer)
         total = total * _validations_per_epoch(trainer) if total else None
-        if not (last or line_is_due(self._moments, total, self.max_lines)) or trainer.global_step == self._printed_step:
+        if (
+            not (last or line_is_due(self._occasions, total, self.max_lines))
+            or trainer.global_step == self._printed_step
+        ):
             return
         self._printed_step = trainer.global_step
         if read:
             self._read_values(trainer)
-        place, rate = due
-        parts = [place, *self._log_values(), rate, *self._log_speed(trainer)]
-        self.console.print(Text("  ".join(parts)), soft_wrap=True)
+        position, rate = due
+        texts = [position, *self._log_values(), rate, *self._log_speed(trainer)]
+        self.console.print(Text("  ".join(texts)), soft_wrap=True)
 
     def _log_values(self) -> list[str]:
-        parts = [f"loss {digits(self._values['train/loss'])}"] if "train/loss" in self._values else []
+        texts = [f"loss {digits(self._values['train/loss'])}"] if "train/loss" in self._values else []
         split = "val" if any(key.startswith("val/") for key in self._values) else "train"
         for name, unit in self._shown.items():
             value = self._values.get(f"{split}/{name}_mae")
             if value is not None:
-                parts.append(f"{split} {name} MAE {digits(value)} {unit}".rstrip())
+                texts.append(f"{split} {name} MAE {digits(value)} {unit}".rstrip())
         for key, value in self._values.items():
             if key.startswith(f"{split}/") and key.endswith("_accuracy"):
-                parts.append(
-                    f"{split} {key.removeprefix(f'{split}/').replace('_accuracy', ' accuracy')} {digits(value)}"
-                )
-        return parts
+                name = key.removeprefix(f"{split}/").replace("_accuracy", " accuracy")
+                texts.append(f"{split} {name} {digits(value)}")
+        return texts
 
     def _log_speed(self, trainer: L.Trainer) -> list[str]:
         left = self.seconds_left(trainer)
         kinds = [kind for kind in ("atoms", "points") if f"{kind}_per_second" in self._speed]
-        parts = [f"{short(self._speed[f'{kind}_per_second'])} {kind}/s" for kind in kinds]
-        return [*parts, f"left {clock(left)}"] if left is not None else parts
+        texts = [f"{short_number(self._speed[f'{kind}_per_second'])} {kind}/s" for kind in kinds]
+        return [*texts, f"left {short_duration(left)}"] if left is not None else texts
 
-    # ---- a terminal: a display
+    # ---- the display on a terminal
 
     def _begin(self, phase: str, batches: int) -> None:
         self._phase, self._batch, self._batches = phase, 0, batches
@@ -307,22 +320,24 @@ class RunProgress(ProgressBar):
             live.stop()
 
     def display(self, trainer: L.Trainer) -> Group:
-        """What a terminal shows: the bar, and under it the errors in physical units."""
+        """The display on a terminal: a progress bar, and errors in physical units."""
         fitting = trainer.state.fn == "fit"
         head = Table.grid(padding=(0, 2))
         epochs = _total_epochs(trainer)
         where = f"epoch {self._epoch}{f'/{epochs}' if epochs else ''}" if fitting else self._phase
         bar = Bar(total=max(self._batches, 1), completed=self._batch, width=32, pulse=self._batches == 0)
-        words = {"validate": "validating", "test": "testing", "predict": "predicting"}.get(self._phase, "")
+        phase = {"validate": "validating", "test": "testing", "predict": "predicting"}.get(self._phase, "")
         step = f"{self._batch}/{self._batches}" if self._batches else f"{self._batch}"
         speed = self._speed_texts(trainer, fitting)
-        head.add_row(Text(where, style="bold"), bar, Text(f"{step} {words}".strip()), *speed)
+        head.add_row(Text(where, style="bold"), bar, Text(f"{step} {phase}".strip()), *speed)
         if not fitting:
             return Group(head)
         body = Table.grid(padding=(0, 3))
-        known = [f"{split}/{name}_mae" for split in ("train", "val") for name in self._shown]
-        known = [key for key in known if key in self._values]
-        shown = {name: unit for name, unit in self._shown.items() if any(key.endswith(f"/{name}_mae") for key in known)}
+        shown = {
+            name: unit
+            for name, unit in self._shown.items()
+            if any(f"{split}/{name}_mae" in self._values for split in ("train", "val"))
+        }
         best_note = f"epoch {self.best.get('epoch', 0):.0f}"
         for title, prefix, values, note in (
             ("train", "train/", self._values, f"lr {_rate(trainer)}"),
@@ -336,27 +351,29 @@ class RunProgress(ProgressBar):
 
     def _speed_texts(self, trainer: L.Trainer, fitting: bool) -> list[Text]:
         kinds = [kind for kind in ("atoms", "frames", "points") if fitting and f"{kind}_per_second" in self._speed]
-        texts = [Text(f"{short(self._speed[f'{kind}_per_second'])} {kind}/s", style="cyan") for kind in kinds]
+        texts = [Text(f"{short_number(self._speed[f'{kind}_per_second'])} {kind}/s", style="cyan") for kind in kinds]
         left = self.seconds_left(trainer) if fitting else None
-        return [*texts, Text(f"left {clock(left)}", style="green")] if left is not None else texts
+        return [*texts, Text(f"left {short_duration(left)}", style="green")] if left is not None else texts
 
 
-def line_is_due(moment: int, total: int | None, max_lines: int) -> bool:
-    """Whether the log gets a line at the `moment`-th (from 1) of `total` occasions: all of the first 20, then evenly
-    thinned so that there are at most `max_lines`; where the total is unknown, ever further apart."""
-    first = min(EVERY_LINE_UP_TO, max_lines)
-    if moment <= first or (total is not None and total <= max_lines):
+def line_is_due(occasion: int, total: int | None, max_lines: int) -> bool:
+    """Whether the log gets a line at this one of `total` occasions, counted from 1.
+
+    All of the first `FIRST_LINES`, then evenly spaced, at most `max_lines`; at increasing intervals if the total is unknown.
+    """
+    first = min(FIRST_LINES, max_lines)
+    if occasion <= first or (total is not None and total <= max_lines):
         return True
     if total is None:
         growth = 1.2
-        return math.floor(math.log(moment / first, growth)) > math.floor(math.log((moment - 1) / first, growth))
-    share = max_lines - first
-    if share == 0:
-        return moment == total
-    return (moment - first) * share // (total - first) > (moment - first - 1) * share // (total - first)
+        return math.floor(math.log(occasion / first, growth)) > math.floor(math.log((occasion - 1) / first, growth))
+    remaining = max_lines - first
+    if remaining == 0:
+        return occasion == total
+    return (occasion - first) * remaining // (total - first) > (occasion - first - 1) * remaining // (total - first)
 
 
-def short(value: float) -> str:
+def short_number(value: float) -> str:
     """`812`, `8.1k`, `1.3M`."""
     for limit, letter in ((1e9, "G"), (1e6, "M"), (1e3, "k")):
         if value >= limit:
@@ -365,22 +382,22 @@ def short(value: float) -> str:
     return f"{value:.0f}" if value >= 10 else f"{value:.2g}"
 
 
-def clock(seconds: float | None) -> str:
+def short_duration(seconds: float | None) -> str:
     """`48s`, `1m20s`, `2h14m`, `3d04h`."""
     if seconds is None or not math.isfinite(seconds):
         return "?"
-    whole = round(seconds)
-    if whole < 60:
-        return f"{whole}s"
-    if whole < 3600:
-        return f"{whole // 60}m{whole % 60:02d}s"
-    if whole < 86400:
-        return f"{whole // 3600}h{whole % 3600 // 60:02d}m"
-    return f"{whole // 86400}d{whole % 86400 // 3600:02d}h"
+    n = round(seconds)
+    if n < 60:
+        return f"{n}s"
+    if n < 3600:
+        return f"{n // 60}m{n % 60:02d}s"
+    if n < 86400:
+        return f"{n // 3600}h{n % 3600 // 60:02d}m"
+    return f"{n // 86400}d{n % 86400 // 3600:02d}h"
 
 
 def _error_cells(values: dict[str, float], prefix: str, quantities: dict[str, str]) -> list[Text]:
-    """The loss and the error of each quantity; an empty cell where there is none, so that columns stay in line."""
+    """The loss and the error of each quantity; empty cells for missing values."""
     cells = [Text(f"loss {digits(values[f'{prefix}loss'])}") if f"{prefix}loss" in values else Text()]
     for name, unit in quantities.items():
         value = values.get(f"{prefix}{name}_mae")
@@ -393,14 +410,14 @@ def _rate(trainer: L.Trainer) -> str:
     return f"{current_learning_rate(trainer.optimizers[0]):.3g}" if trainer.optimizers else "?"
 
 
-def _whole(batches: Any) -> int:
-    """A number of batches, over all loaders; 0 where it is not known beforehand."""
+def _count(batches: float | list[int | float] | None) -> int:
+    """A number of batches, over all loaders; 0 if it is unknown."""
     number = sum(batches) if isinstance(batches, list) else batches
     return int(number) if number is not None and math.isfinite(number) else 0
 
 
 def _total_batches(trainer: L.Trainer) -> int | None:
-    per_epoch = _whole(trainer.num_training_batches)
+    per_epoch = _count(trainer.num_training_batches)
     limits = []
     if trainer.max_epochs not in (None, -1) and per_epoch:
         limits.append(trainer.max_epochs * per_epoch)
@@ -410,21 +427,20 @@ def _total_batches(trainer: L.Trainer) -> int | None:
 
 
 def _total_epochs(trainer: L.Trainer) -> int | None:
-    total, per_epoch = _total_batches(trainer), _whole(trainer.num_training_batches)
+    total, per_epoch = _total_batches(trainer), _count(trainer.num_training_batches)
     if total is not None and per_epoch:
         return max(math.ceil(total / per_epoch), 1)
     return None
 
 
 def _validations_per_epoch(trainer: L.Trainer) -> int:
-    """How often validation runs within an epoch: occasions for a line, the end of the epoch being the last."""
-    between, per_epoch = getattr(trainer, "val_check_batch", None), _whole(trainer.num_training_batches)
+    """Number of validations in an epoch; at least 1, for its end."""
+    between, per_epoch = vars(trainer).get("val_check_batch"), _count(trainer.num_training_batches)
     if not per_epoch or between is None or not math.isfinite(between) or not trainer.enable_validation:
         return 1
     return max(math.ceil(per_epoch / max(int(between), 1)), 1)
 
 
 def _seconds_on_timer(trainer: L.Trainer) -> float | None:
-    callbacks: list[Any] = trainer.callbacks  # type: ignore[attr-defined]
-    timers = [callback for callback in callbacks if isinstance(callback, Timer)]
+    timers = [callback for callback in callbacks_of(trainer) if isinstance(callback, Timer)]
     return min((left for timer in timers if (left := timer.time_remaining()) is not None), default=None)

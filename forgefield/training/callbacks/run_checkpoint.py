@@ -1,12 +1,12 @@
-"""Saves a run so that it can be continued exactly, and stops it cleanly when it is asked to.
+"""Saves checkpoints from which a run resumes exactly, and stops it on request.
 
-Contract. A checkpoint is taken at the start of a batch, before anything of that batch has happened: everything before it
-(optimiser step, average, schedulers, validation, rows of metrics) is complete, nothing after it has begun. A resume therefore
-repeats nothing and leaves nothing out. At the end of training one more is written in the same form, as if the next batch were
-about to start. All ranks come here at the same batch: whether to stop is a question they answered together one batch before.
-Rank 0 writes; what each rank holds for itself (random state, sums) is gathered into the file. With gradient accumulation,
-checkpoints wait for the end of an accumulation. The callback must be the first one: what other callbacks do at the start of a
-batch belongs behind the checkpoint.
+Contract. A checkpoint is taken at the start of a batch: everything before it (optimiser step, average, schedulers, validation,
+rows of metrics) is complete, and nothing of the batch has been computed, so that a resumed run repeats and omits nothing. At
+the end of the training one more is written in the same form, as if another batch were about to start. All ranks save and stop
+at the same batch, because they have exchanged their stop requests one batch earlier. Rank 0 writes; the state of single ranks
+(random state, sums) is gathered into the file. With gradient accumulation, checkpoints are taken only at the start of an
+accumulation. This callback must be the first one, because actions of other callbacks at the start of a batch come after the
+checkpoint.
 """
 
 from __future__ import annotations
@@ -26,6 +26,7 @@ from forgefield.parallel.ranks import Ranks, single_process
 from forgefield.parallel.reductions import StepExchange
 from forgefield.parallel.session import announce_failure
 from forgefield.parallel.strategies import first_differing_rank
+from forgefield.training.module import TrainingModule, training_module
 from forgefield.training.options import CheckpointOptions
 from forgefield.training.run.checkpoint import (
     POSITION,
@@ -37,13 +38,19 @@ from forgefield.training.run.checkpoint import (
     prune_checkpoints,
 )
 from forgefield.training.run.signals import StopControl, StopNow, StopRequested
+from forgefield.training.trainer import training_loader
 
 
 class RunCheckpoint(Callback):
-    """folder: where checkpoints go. options: the config's `training.checkpoint`. stop: whether to stop. enabled: whether
-    anything is written at all. limits: the settings that say when training ends, stored when it has ended under them.
-    is_done: the training that is loaded has ended; it is only restored. first_batch: number of the batch that a resumed epoch
-    begins with.
+    """Saves checkpoints.
+
+    folder: of the checkpoints.
+    options: the config's `training.checkpoint`.
+    stop: requests to stop.
+    enabled: whether checkpoints are written.
+    limits: the settings that decide when the training ends; stored in the last checkpoint.
+    is_done: whether the training has ended already and is only restored.
+    first_batch: index of the first batch of a resumed epoch.
     """
 
     def __init__(
@@ -65,65 +72,64 @@ class RunCheckpoint(Callback):
         self.first_batch = 0
         self.folder = folder
         self.options = options
-        self._every = options.every_steps, options.every_epochs
         self.stop = stop
         self._resumed: dict[str, Any] | None = None
         self._last_saved = -1
-        self._seen = 0
-        """Step at the start of the batch before."""
+        self._previous_step = 0
+        """Step at the start of the previous batch."""
         self._finished = False
         self._verified = False
 
-    # ---- when
+    # ---- hooks of Lightning
 
     def on_fit_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         trainer.should_stop = trainer.should_stop or self.is_done
 
     def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        self.stop.training_begins()
+        self.stop.on_training_start()
 
     def on_train_batch_start(
-        self, trainer: L.Trainer, pl_module: L.LightningModule, batch: Any, batch_idx: int
+        self, trainer: L.Trainer, pl_module: L.LightningModule, batch: object, batch_idx: int
     ) -> None:
-        self.stop.can_save_now()
+        self.stop.on_first_batch()
         if self._resumed is not None:
-            self._go_on(trainer, self._resumed)
+            self._restore(trainer, self._resumed)
             self._resumed = None
         if batch_idx % trainer.accumulate_grad_batches:
             return
-        wish = self.stop.look() if self.exchange is None else self.stop.look_together(self.exchange.flags())
-        if self._due(trainer, batch_idx) or (wish is not None and trainer.global_step != self._last_saved):
+        request = self.stop.request() if self.exchange is None else self.stop.combined_request(self.exchange.flags())
+        if self._is_due(trainer, batch_idx) or (request is not None and trainer.global_step != self._last_saved):
             self._save(trainer)
-        if wish is not None:
-            raise wish
+        if request is not None:
+            raise request
 
-    def on_exception(self, trainer: L.Trainer, pl_module: Any, exception: BaseException) -> None:
-        # Before any other callback acts on it: one that saves something would wait for ranks that know of nothing.
+    def on_exception(self, trainer: L.Trainer, pl_module: L.LightningModule, exception: BaseException) -> None:
+        # Before other callbacks: one that saves something would wait for the other ranks.
         if not isinstance(exception, (StopRequested, StopNow, KeyboardInterrupt)):
             announce_failure(self.ranks, exception)
 
-    def on_train_end(self, trainer: L.Trainer, pl_module: Any) -> None:
+    def on_train_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         self._finished = True
         self._save(trainer)
 
-    def _due(self, trainer: L.Trainer, batch_idx: int) -> bool:
-        step, before = trainer.global_step, self._seen
-        self._seen = step
+    def _is_due(self, trainer: L.Trainer, batch_idx: int) -> bool:
+        step, previous = trainer.global_step, self._previous_step
+        self._previous_step = step
         if step == 0 or step == self._last_saved:
             return False
-        every_steps, every_epochs = self._every
-        if every_steps and step // every_steps > before // every_steps:  # a batch may be many steps
+        every_steps, every_epochs = self.options.every_steps, self.options.every_epochs
+        if every_steps and step // every_steps > previous // every_steps:  # a batch may contain many steps
             return True
         return every_epochs is not None and batch_idx == 0 and trainer.current_epoch % every_epochs == 0
 
-    # ---- what
+    # ---- checkpoints
 
     def _save(self, trainer: L.Trainer) -> None:
         if not self.enabled:
             return
-        module: Any = trainer.lightning_module
+        module = training_module(trainer.lightning_module)
         module.finite_train_loss()
-        self._require_agreement(module)
+        self._require_equal_weights(module)
         path = checkpoint_path(self.folder, trainer.global_step)
         trainer.save_checkpoint(path)
         if trainer.is_global_zero and not self._verified:
@@ -132,43 +138,43 @@ class RunCheckpoint(Callback):
         if trainer.is_global_zero:
             prune_checkpoints(self.folder, self.options.keep)
 
-    def _require_agreement(self, module: Any) -> None:
-        """Weights are never sent again after the start: if ranks computed different ones, that must not go on."""
-        differs = first_differing_rank(module.trained)
-        if differs is not None:
+    def _require_equal_weights(self, module: TrainingModule) -> None:
+        """Raise ForgefieldError if ranks have different weights, which are exchanged only at the start of a training."""
+        rank = first_differing_rank(module.trained)
+        if rank is not None:
             raise ForgefieldError(
-                f"{self.ranks.describe(differs)} has other weights or buffers than rank 0 at step "
-                f"{module.trainer.global_step}; the "
-                "checkpoints before it are good. A callback or a model of your own may act differently on different ranks."
+                f"{self.ranks.describe(rank)} has other weights or buffers than rank 0 at step {module.trainer.global_step}; "
+                "earlier checkpoints are not affected. A user-defined callback or model may act differently on different "
+                "ranks."
             )
 
     def _verify(self, path: Path) -> None:
-        """Read the first checkpoint back: a state that cannot be loaded must be known now, not at the resume."""
+        """Load the first checkpoint, so that a state that cannot be loaded is noticed now and not when the run is resumed."""
         try:
             load_checkpoint(path)
         except (DamagedCheckpoint, UnreadableCheckpoint) as error:
             path.unlink()
             raise ForgefieldError(
-                f"The state of this run cannot be stored safely: {error}. A callback, scheduler or model of your own keeps "
-                "something other than tensors, numbers, strings, lists and dictionaries in its state_dict."
+                f"The state of this run cannot be stored safely: {error}. The state_dict of a user-defined callback, scheduler "
+                "or model contains something other than tensors, numbers, strings, lists and dictionaries."
             ) from error
         self._verified = True
 
-    def on_save_checkpoint(self, trainer: L.Trainer, pl_module: Any, checkpoint: dict[str, Any]) -> None:
+    def on_save_checkpoint(self, trainer: L.Trainer, pl_module: L.LightningModule, checkpoint: dict[str, Any]) -> None:
         checkpoint[RANDOM] = self.ranks.gather(_random_state())
         loops = checkpoint["loops"]["fit_loop"]
         loops["epoch_loop.batch_progress"]["is_last_batch"] = False
         if self._finished:
-            _as_if_next_batch_were_about_to_start(loops, int(trainer.num_training_batches))
+            _set_counters_to_next_batch(loops, int(trainer.num_training_batches))
         batch = loops["epoch_loop.batch_progress"]["current"]["completed"]
-        loader: Any = trainer.train_dataloader
+        loader = training_loader(trainer)
         checkpoint[POSITION] = {
             "sample": loader.position(batch) if batch else 0,
             "world_size": self.ranks.world_size,
             "finished": self.limits if self._finished else None,
         }
 
-    def on_load_checkpoint(self, trainer: L.Trainer, pl_module: Any, checkpoint: dict[str, Any]) -> None:
+    def on_load_checkpoint(self, trainer: L.Trainer, pl_module: L.LightningModule, checkpoint: dict[str, Any]) -> None:
         loops = checkpoint["loops"]["fit_loop"]
         done = self.first_batch
         if checkpoint[POSITION]["world_size"] != self.ranks.world_size or done != _completed(loops):
@@ -176,16 +182,16 @@ class RunCheckpoint(Callback):
                 ready=done + 1, started=done, processed=done, completed=done
             )
         states = checkpoint[RANDOM]
-        own = states[self.ranks.rank] if self.ranks.rank < len(states) else None
-        self._resumed = {"random": own, "loops": loops}
+        state = states[self.ranks.rank] if self.ranks.rank < len(states) else None
+        self._resumed = {"random": state, "loops": loops}
 
-    def _go_on(self, trainer: L.Trainer, resumed: dict[str, Any]) -> None:
-        """The first batch after a resume: all as it was at this very point when the checkpoint was taken."""
+    def _restore(self, trainer: L.Trainer, resumed: dict[str, Any]) -> None:
+        """At the first batch after a resume: restore the random state and Lightning's counters of the checkpoint."""
         if resumed["random"] is not None:
             _set_random_state(resumed["random"])
-        self._last_saved = self._seen = trainer.global_step
-        # Lightning counts the batch it is about to run a second time, takes the whole first epoch for a restart, and would
-        # leave out its plateau scheduler.
+        self._last_saved = self._previous_step = trainer.global_step
+        # Lightning counts the batch it is about to run twice, treats the complete first epoch as a restart, and would not
+        # step its plateau scheduler.
         loop, stored = trainer.fit_loop.epoch_loop, resumed["loops"]
         loop.batch_progress.total.ready = stored["epoch_loop.batch_progress"]["total"]["ready"]
         loop._batches_that_stepped = stored["epoch_loop.state_dict"]["_batches_that_stepped"]
@@ -197,13 +203,15 @@ def _completed(loops: dict[str, Any]) -> int:
 
 
 def _random_state() -> dict[str, Any]:
-    state: Any = np.random.get_state()
-    kind, keys, position, has_gauss, cached = state
+    legacy = np.random.get_state(legacy=False)
+    assert isinstance(legacy, dict)
+    kind, state = legacy["bit_generator"], legacy["state"]
+    keys = torch.from_numpy(state["key"].astype(np.int64))
     version, internal, gauss = random.getstate()
     return {
         "torch": torch.get_rng_state(),
         "accelerator": accelerator_random_state(),
-        "numpy": [str(kind), torch.from_numpy(keys.astype(np.int64)), int(position), int(has_gauss), float(cached)],
+        "numpy": [str(kind), keys, int(state["pos"]), int(legacy["has_gauss"]), float(legacy["gauss"])],
         "python": [version, list(internal), gauss],
     }
 
@@ -217,8 +225,8 @@ def _set_random_state(state: dict[str, Any]) -> None:
     random.setstate((version, tuple(internal), gauss))
 
 
-def _as_if_next_batch_were_about_to_start(fit: dict[str, Any], n_batches: int) -> None:
-    """Rewrite Lightning's counters at the end of training to what they are when a batch is about to start."""
+def _set_counters_to_next_batch(fit: dict[str, Any], n_batches: int) -> None:
+    """Change Lightning's counters at the end of a training to their values at the start of another batch."""
     epochs, batches = fit["epoch_progress"], fit["epoch_loop.batch_progress"]
     done = batches["current"]["completed"]
     inside_epoch = 0 < done < n_batches

@@ -1,6 +1,6 @@
-"""Builds the engine that the config asks for; `auto` measures those that can run here and takes the fastest.
+"""Builds the engine that the config requests; `auto` measures the available ones and uses the fastest.
 
-Whatever is chosen is said, with the numbers, and kept with the run: a resume goes on with the same engine, since another one
+The choice is logged with the measured times and stored in the run: a resumed run uses the same engine, because another one
 would round differently.
 """
 
@@ -19,12 +19,12 @@ from forgefield.data.batch import Batch, is_memory_error
 from forgefield.errors import ForgefieldError
 from forgefield.kernels.core.runtime import has_triton, interpreted
 from forgefield.parallel.ranks import Ranks
-from forgefield.training.engines.engine import Engine, OnlyOneSize
+from forgefield.training.engines.engine import Engine, FixedSizeError
 from forgefield.training.engines.graphs import GraphsEngine
 from forgefield.training.engines.padding import SizePlan
 from forgefield.training.engines.step import StepFunction
 from forgefield.training.engines.verify import (
-    plain_way,
+    reference_name,
     remedy,
     require_equal,
     require_equal_evaluation,
@@ -34,14 +34,23 @@ from forgefield.training.options import TrainingOptions
 
 ENGINES = ("eager", "compile", "graphs", "script")
 WORTH_MEASURING_S = 600.0
-"""A training that takes less with the eager engine is not worth the minutes that compiling takes."""
+"""Trainings that take less with the eager engine are not compiled, which takes minutes."""
 WORTH_KERNELS_S = 60.0
-"""Nor one that takes less than this the half minute in which kernels are made."""
+"""Trainings that take less do not use generated kernels, whose compilation takes half a minute."""
 
 
 @dataclass(frozen=True)
-class Circumstances:
-    """What an engine is built for. steps: of the training, None where it has no end. plan: sizes of its batches."""
+class EngineSetup:
+    """What an engine is built for.
+
+    function: the step for a form of derivative.
+    steps: number of steps of the training; None without limit.
+    plan: sizes to which batches are padded.
+    tolerance: largest relative difference from the eager engine.
+    external_denominators: whether steps get the denominators of the loss from outside.
+    graphs_refusal: why this training cannot be captured; None if it can.
+    c_code: whether the eager engine computes convolutions by compiled C code.
+    """
 
     function: Callable[[str], StepFunction]
     options: TrainingOptions
@@ -50,11 +59,9 @@ class Circumstances:
     plan: Callable[[], SizePlan]
     tolerance: float
     notify: Callable[[str], None]
-    given_denominators: bool = False
-    against_graphs: str | None = None
-    """Why this training cannot be captured, if it cannot."""
+    external_denominators: bool = False
+    graphs_refusal: str | None = None
     c_code: bool = False
-    """Whether the eager engine computes convolutions by compiled C code."""
 
 
 @dataclass(frozen=True)
@@ -78,96 +85,94 @@ class Choice:
         return f"{self.name}{inner}, {form}{code}"
 
 
-def build(choice: Choice, on: Circumstances, device: torch.device) -> Engine:
-    """The engine of that name, or one sentence why it cannot be had here."""
-    _refuse(choice, device, on.against_graphs)
-    function = on.function(choice.derivative)
+def build(choice: Choice, setup: EngineSetup, device: torch.device) -> Engine:
+    """The chosen engine. Raises ForgefieldError if it is not available."""
+    _refuse(choice, device, setup.graphs_refusal)
+    function = setup.function(choice.derivative)
     if choice.derivative == "kernels":
-        refusal = why_not_kernels(choice, function, device)
+        refusal = kernels_refusal(choice, function, device)
         if refusal is not None:
             raise ForgefieldError(f"training.derivative=kernels: {refusal}")
-    engine = Engine(function, world_size=on.world_size)
-    # Imported where they are needed: what they need takes seconds to import.
+    engine = Engine(function, world_size=setup.world_size)
+    # Imported on demand, because their dependencies take seconds to import.
     if choice.name == "script":
         from forgefield.training.engines.script import ScriptEngine
 
-        engine = ScriptEngine(function, world_size=on.world_size)
+        engine = ScriptEngine(function, world_size=setup.world_size)
     if choice.compiles:
         from forgefield.training.engines.compiled import CompileEngine
 
-        options = inductor_options(on.options)
-        engine = CompileEngine(function, world_size=on.world_size, options=options, notify=on.notify)
+        options = inductor_options(setup.options)
+        engine = CompileEngine(function, world_size=setup.world_size, options=options, notify=setup.notify)
     if choice.name == "graphs":
-        engine = GraphsEngine(engine, plan=on.plan(), notify=on.notify)
-    engine.given_denominators = on.given_denominators
+        engine = GraphsEngine(engine, plan=setup.plan(), notify=setup.notify)
+    engine.external_denominators = setup.external_denominators
     return engine
 
 
 def refuse_engine(options: TrainingOptions, device: torch.device) -> None:
-    """Stop where the device does not support the engine that the config asks for, before anything is done."""
-    against = why_no_kernels_on(device) if options.derivative == "kernels" else None
-    if against is not None:
-        raise ForgefieldError(f"training.derivative=kernels: {against}")
-    choice = wanted(options)
+    """Raise ForgefieldError if the device does not support the engine that the config requests."""
+    refusal = kernels_refusal_on(device) if options.derivative == "kernels" else None
+    if refusal is not None:
+        raise ForgefieldError(f"training.derivative=kernels: {refusal}")
+    choice = requested_choice(options)
     if choice is not None:
         _refuse(choice, device, None)
 
 
-def _refuse(choice: Choice, device: torch.device, against_graphs: str | None) -> None:
-    refusal = why_not(choice.name, device) or (why_not("compile", device) if choice.compiles else None)
+def _refuse(choice: Choice, device: torch.device, graphs_refusal: str | None) -> None:
+    refusal = engine_refusal(choice.name, device) or (engine_refusal("compile", device) if choice.compiles else None)
     if choice.name == "graphs":
-        refusal = refusal or against_graphs
+        refusal = refusal or graphs_refusal
     if refusal is not None:
         raise ForgefieldError(f"training.engine={choice.name}: {refusal}")
 
 
-def why_not(name: str, device: torch.device) -> str | None:
-    """What keeps an engine from running on a device."""
+def engine_refusal(name: str, device: torch.device) -> str | None:
+    """Why an engine cannot run on a device; None if it can."""
     if name == "graphs" and device.type != "cuda":
-        return f"CUDA graphs need an NVIDIA GPU, and this training runs on {device.type}; use compile or eager."
-    if name == "compile" and device.type == "cpu" and not any(shutil.which(word) for word in ("c++", "g++", "clang++")):
-        return (
-            "on a CPU torch compiles with a C++ compiler, and there is none (g++ or clang++); install one or use eager."
-        )
+        return f"CUDA graphs need an NVIDIA GPU, but this training runs on {device.type}; use compile or eager."
+    if name == "compile" and device.type == "cpu" and not any(map(shutil.which, ("c++", "g++", "clang++"))):
+        return "torch needs a C++ compiler (g++ or clang++) on a CPU, but none is installed; install one or use eager."
     if name == "compile" and device.type == "cuda" and not has_triton():
-        return "torch compiles for a GPU with Triton, which is not installed; use eager."
+        return "torch needs Triton to compile for a GPU, but it is not installed; use eager."
     return None
 
 
-def why_not_kernels(choice: Choice, function: StepFunction, device: torch.device) -> str | None:
-    """What keeps generated kernels from being used."""
+def kernels_refusal(choice: Choice, function: StepFunction, device: torch.device) -> str | None:
+    """Why generated kernels cannot be used; None if they can."""
     if choice.compiles or choice.name == "script":
-        return "kernels are launched as they are, not compiled or scripted; use training.engine=graphs or auto."
-    if (reason := why_no_kernels_on(device)) is not None:
+        return "kernels cannot be compiled or scripted; use training.engine=graphs or auto."
+    if (reason := kernels_refusal_on(device)) is not None:
         return reason
     if not (function.task.needs_forces or function.task.needs_stress):
-        return "they make forces, and none are trained here; use double."
+        return "kernels compute forces, but neither forces nor stress are trained here; use double."
     return function.potential.interface.kernel_refusal()
 
 
-def why_no_kernels_on(device: torch.device) -> str | None:
+def kernels_refusal_on(device: torch.device) -> str | None:
+    """Why generated kernels cannot run on a device; None if they can."""
     if (device.type != "cuda" or torch.version.hip is not None) and not interpreted():
-        return f"kernels need an NVIDIA GPU, and this is {device.type}; use double or tangent."
-    return None if has_triton() else "kernels are made with Triton, which is not installed; use double or tangent."
+        return f"kernels need an NVIDIA GPU, but this training runs on {device.type}; use double or tangent."
+    return None if has_triton() else "kernels need Triton, which is not installed; use double or tangent."
 
 
 def inductor_options(options: TrainingOptions) -> dict[str, Any]:
-    """Settings of `training.compile`, each of which Inductor must know."""
-    import torch._inductor.config as known
+    """The settings in `training.compile.options`. Raises ForgefieldError for a setting that Inductor does not have."""
+    import torch._inductor.config as inductor
 
     from forgefield.config.nearest import did_you_mean
 
-    given = dict(options.compile.options or {})
-    for name in given:
-        if name.replace("-", "_") not in known._config:  # type: ignore[attr-defined]
-            raise ForgefieldError(
-                f"training.compile.options: Inductor has no setting '{name}'.{did_you_mean(name, list(known._config))}"  # type: ignore[attr-defined]
-            )
-    return given
+    available = vars(inductor)["_config"]
+    for name in options.compile.options:
+        if name.replace("-", "_") not in available:
+            hint = did_you_mean(name, list(available))
+            raise ForgefieldError(f"training.compile.options: Inductor has no setting '{name}'.{hint}")
+    return dict(options.compile.options)
 
 
-def wanted(options: TrainingOptions, *, can_use_kernels: bool = False) -> Choice | None:
-    """What the config asks for; None where it leaves the choice to a measurement."""
+def requested_choice(options: TrainingOptions, *, can_use_kernels: bool = False) -> Choice | None:
+    """The choice that the config makes; None if it is left to a measurement."""
     name = options.engine or "eager"
     if name == "auto":
         return None
@@ -180,63 +185,62 @@ def wanted(options: TrainingOptions, *, can_use_kernels: bool = False) -> Choice
     return Choice(name, derivative, captured)
 
 
-def knots_wanted(options: TrainingOptions) -> int:
-    """Intervals of the tables that kernels read radial weights from; zero where they take the network's own values."""
+def table_knots(options: TrainingOptions) -> int:
+    """Number of intervals of the tables from which kernels read radial weights; 0 if they use the exact values."""
     return int(options.kernels.knots) if options.kernels.radial == "table" else 0
 
 
-def can_use_kernels(on: Circumstances, device: torch.device) -> bool:
-    """Whether `auto` may take them: float64 is left to the plain operations that are its reference."""
-    function = on.function("double")
+def can_use_kernels(setup: EngineSetup, device: torch.device) -> bool:
+    """Whether `auto` may use kernels; float64 always uses the reference operations."""
+    function = setup.function("double")
     if function.potential.interface.weight_dtype() == torch.float64:
         return False
-    return why_not_kernels(Choice("graphs", "kernels", "eager"), function, device) is None
+    return kernels_refusal(Choice("graphs", "kernels", "eager"), function, device) is None
 
 
-def start(choice: Choice, on: Circumstances, batch: Batch) -> Engine:
-    """The engine, compared with the eager one on this batch before anything depends on it."""
+def start(choice: Choice, setup: EngineSetup, batch: Batch) -> Engine:
+    """The engine, after a comparison with the eager engine on this batch."""
     device = batch["positions"].device
-    engine = build(choice, on, device)
-    reference = Engine(on.function("double"), world_size=on.world_size)
-    reference.given_denominators = on.given_denominators
+    engine = build(choice, setup, device)
+    reference = Engine(setup.function("double"), world_size=setup.world_size)
+    reference.external_denominators = setup.external_denominators
     if choice == Choice("eager", "double") and not engine.function.sums_by_kernels:  # the reference itself
         return engine
     try:
-        compared = require_equal(engine, reference, batch, on.tolerance)
-    except OnlyOneSize as error:
+        compared = require_equal(engine, reference, batch, setup.tolerance)
+    except FixedSizeError as error:
         raise ForgefieldError(f"training.engine={choice.name}: {error}; use {remedy(engine)}.") from error
-    except _broken() as error:
+    except _engine_errors() as error:
         if is_memory_error(error):
             raise
+        reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
         if choice.derivative == "kernels":
-            reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
             raise ForgefieldError(
-                f"training.derivative=kernels: the kernels of this model cannot be made or run here ({reason}); use "
+                f"training.derivative=kernels: the kernels of this model could not be compiled or run ({reason}); use "
                 "training.derivative=double."
             ) from error
-        from forgefield.training.engines.tracing import where_it_broke
+        from forgefield.training.engines.tracing import failing_line
 
-        reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
         raise ForgefieldError(
-            f"training.engine={choice.name}: the step cannot be {_verb(choice)} because of {where_it_broke(error)} ({reason}); "
+            f"training.engine={choice.name}: the step cannot be {_verb(choice)} because of {failing_line(error)} ({reason}); "
             f"use {remedy(engine)}."
         ) from error
     if compared.difference is None:
-        on.notify(
-            f"Engine {choice}: the model is random in training, so it could not be compared with the eager engine."
+        setup.notify(
+            f"Engine {choice}: could not be compared with the eager engine, because the model is random in training."
         )
     else:
         kernels = ", sums over edges by kernels" if engine.function.sums_by_kernels else ""
-        on.notify(
-            f"Engine {choice}{kernels}: loss, errors and all gradients equal those of {plain_way(engine)} to "
+        setup.notify(
+            f"Engine {choice}{kernels}: loss, errors and all gradients equal those of {reference_name(engine)} to "
             f"{compared.difference:.1e}.{compared.describe()}"
         )
     return engine
 
 
-def _broken() -> tuple[type[Exception], ...]:
-    """What is raised where a step cannot be traced, captured or compiled; by Triton also where a kernel needs more than the
-    device has."""
+def _engine_errors() -> tuple[type[Exception], ...]:
+    """Exceptions of steps that cannot be traced, captured or compiled; Triton's also if a kernel exceeds the device's
+    resources."""
     errors = (RuntimeError, NotImplementedError, TypeError, ValueError, AssertionError)
     if not has_triton():
         return errors
@@ -249,52 +253,54 @@ def _verb(choice: Choice) -> str:
     return {"graphs": "captured", "script": "scripted", "compile": "compiled"}.get(choice.name, "computed")
 
 
-def measure_and_choose(on: Circumstances, batch: Batch) -> tuple[Choice, Engine]:
-    """The fastest engine for batches like this one, and the table it was chosen from."""
+def measure_and_choose(setup: EngineSetup, batch: Batch) -> tuple[Choice, Engine]:
+    """The fastest engine for batches like this one. The measured times are logged."""
     device = batch["positions"].device
-    derivative = "double" if on.options.derivative == "auto" else on.options.derivative
-    eager = Choice("eager", derivative, c_code=on.c_code)
-    engine = start(eager, on, batch)
+    derivative = "double" if setup.options.derivative == "auto" else setup.options.derivative
+    eager = Choice("eager", derivative, c_code=setup.c_code)
+    engine = start(eager, setup, batch)
     seconds = _time(engine, batch)
-    whole = None if on.steps is None else on.steps * seconds
-    kernels = on.options.derivative == "auto" and can_use_kernels(on, device)
-    if whole is not None and whole < WORTH_MEASURING_S:
-        form = "kernels" if kernels and whole > WORTH_KERNELS_S else eager.derivative
-        return _for_a_short_training(eager, engine, seconds, whole, on, batch, form)
+    total = None if setup.steps is None else setup.steps * seconds
+    kernels = setup.options.derivative == "auto" and can_use_kernels(setup, device)
+    if total is not None and total < WORTH_MEASURING_S:
+        form = "kernels" if kernels and total > WORTH_KERNELS_S else eager.derivative
+        return _choose_for_short_training(eager, engine, seconds, total, setup, batch, form)
     rows: list[tuple[Choice, float | None, str]] = [(eager, seconds, "")]
     engines = {eager: engine}
     for choice in _candidates(eager.derivative, device, kernels):
         try:
-            engines[choice] = start(choice, on, batch)
+            engines[choice] = start(choice, setup, batch)
             rows.append((choice, _time(engines[choice], batch), ""))
         except ForgefieldError as error:
             rows.append((choice, None, str(error)))
-    for choice, taken, reason in rows:
-        on.notify(f"  {choice}: {reason}" if taken is None else f"  {choice}: {1000 * taken:.3g} ms a step")
+    for choice, step_seconds, reason in rows:
+        result = reason if step_seconds is None else f"{1000 * step_seconds:.3g} ms per step"
+        setup.notify(f"  {choice}: {result}")
     best = min((row for row in rows if row[1] is not None), key=lambda row: row[1] or 0.0)[0]
-    on.notify(f"Engine auto: {best}.")
+    setup.notify(f"Engine auto: {best}.")
     return best, engines[best]
 
 
-def _for_a_short_training(
-    eager: Choice, engine: Engine, seconds: float, whole: float, on: Circumstances, batch: Batch, form: str
+def _choose_for_short_training(
+    eager: Choice, engine: Engine, seconds: float, total: float, setup: EngineSetup, batch: Batch, form: str
 ) -> tuple[Choice, Engine]:
-    """What starts at once, by rule: a choice by the clock could differ between two runs of the same training."""
-    said = f"{1000 * seconds:.3g} ms a step, the training takes about {_duration(whole)} that way"
+    """An engine that starts fast, chosen by rule: measured times could differ between two runs of the same training."""
+    estimate = f"{1000 * seconds:.3g} ms per step, about {_duration(total)} for the training"
     captured = Choice("graphs", form, "eager")
     if batch["positions"].is_cuda:
         try:
-            engine = start(captured, on, batch)
-            on.notify(f"Engine auto: {captured}; eager would take {said}.")
+            engine = start(captured, setup, batch)
+            setup.notify(f"Engine auto: {captured}; eager would take {estimate}.")
             return captured, engine
         except ForgefieldError as error:
-            on.notify(f"Engine auto: not graphs, because {error}")
-    on.notify(f"Engine auto: eager, {said}.")
+            setup.notify(f"Engine auto: not graphs, because {error}")
+    setup.notify(f"Engine auto: eager, {estimate}.")
     return eager, engine
 
 
 def _candidates(derivative: str, device: torch.device, kernels: bool) -> list[Choice]:
-    """What is measured beside eager. Where kernels can be used nothing else is compiled: it would take minutes, and lose."""
+    """Engines to measure in addition to eager. Where kernels can be used nothing else is compiled, because it would be
+    slower."""
     if device.type != "cuda":
         return [] if derivative == "kernels" else [Choice("compile", derivative)]
     if kernels or derivative == "kernels":
@@ -307,21 +313,21 @@ def _candidates(derivative: str, device: torch.device, kernels: bool) -> list[Ch
 
 
 def _time(engine: Engine, batch: Batch, repeats: int = 3) -> float:
-    """Seconds of one step with its gradients; the least of some."""
+    """Minimum time of one step with its gradients, in seconds, after one step to warm up."""
     on_gpu = batch["positions"].is_cuda
-    taken = []
+    times: list[float] = []
     for number in range(repeats + 1):
         with same_random_state(batch):
             if on_gpu:
                 torch.cuda.synchronize()
-            began = time.perf_counter()
+            start_time = time.perf_counter()
             engine.trial(batch)
             if on_gpu:
                 torch.cuda.synchronize()
-        taken.append(time.perf_counter() - began)
-        if number == 1 and taken[1] > 2.0:
+        times.append(time.perf_counter() - start_time)
+        if number == 1 and times[1] > 2.0:
             break
-    return min(taken[1:])
+    return min(times[1:])
 
 
 def _duration(seconds: float) -> str:
@@ -329,10 +335,14 @@ def _duration(seconds: float) -> str:
 
 
 class EngineStarter:
-    """options: the config's `training` section. plan: sizes of the batches to come. tolerance: of the precision.
+    """Chooses and starts the engine of a training, the same one on all ranks.
 
-    chosen_before: what an earlier start of this run has chosen, if anything. keep: called with the choice, to be stored.
-    compiling: entered where code is generated, which may take minutes; a request to stop ends it.
+    options: the config's `training` section.
+    plan: sizes to which batches are padded.
+    tolerance: of the precision.
+    stored_choice: the choice of an earlier start of this run, if any.
+    store: called with the choice.
+    compiling: context in which code is generated, which may take minutes; a request to stop ends it.
     """
 
     def __init__(
@@ -343,24 +353,28 @@ class EngineStarter:
         plan: Callable[[], SizePlan],
         tolerance: float,
         notify: Callable[[str], None],
-        chosen_before: dict[str, Any] | None = None,
-        keep: Callable[[dict[str, Any]], None] = lambda choice: None,
+        stored_choice: dict[str, Any] | None = None,
+        store: Callable[[dict[str, Any]], None] = lambda choice: None,
         compiling: Callable[[], AbstractContextManager[None]] = nullcontext,
     ) -> None:
         self.options, self.ranks, self.plan, self.tolerance, self.notify = options, ranks, plan, tolerance, notify
-        self.chosen_before, self.keep, self.compiling = chosen_before, keep, compiling
+        self.stored_choice, self.store, self.compiling = stored_choice, store, compiling
 
     def start(
-        self, function: Callable[[str], StepFunction], batch: Batch, *, steps: int, against_graphs: str | None = None
+        self, function: Callable[[str], StepFunction], batch: Batch, *, steps: int, graphs_refusal: str | None = None
     ) -> Engine:
-        """The engine. steps: of the whole training, -1 without limit. against_graphs: why it cannot be captured, if so."""
+        """The engine.
+
+        steps: number of steps of the training, -1 without limit.
+        graphs_refusal: why the training cannot be captured; None if it can.
+        """
         with self.compiling():
-            chosen, engine = self._start(function, batch, steps=steps, against_graphs=against_graphs)
-        self.keep(asdict(chosen))
+            chosen, engine = self._start(function, batch, steps=steps, graphs_refusal=graphs_refusal)
+        self.store(asdict(chosen))
         return engine
 
     def _start(
-        self, function: Callable[[str], StepFunction], batch: Batch, *, steps: int, against_graphs: str | None
+        self, function: Callable[[str], StepFunction], batch: Batch, *, steps: int, graphs_refusal: str | None
     ) -> tuple[Choice, Engine]:
         c_code = self._uses_c_code(function("double"))
 
@@ -369,7 +383,7 @@ class EngineStarter:
             step.c_code = c_code
             return step
 
-        on = Circumstances(
+        setup = EngineSetup(
             function=with_c_code,
             options=self.options,
             world_size=self.ranks.world_size,
@@ -377,32 +391,34 @@ class EngineStarter:
             plan=self.plan,
             tolerance=self.tolerance,
             notify=self.notify,
-            against_graphs=against_graphs,
-            given_denominators=self.ranks.world_size > 1 or self.options.memory.split or self.options.memory.parts > 1,
+            graphs_refusal=graphs_refusal,
+            external_denominators=self.ranks.world_size > 1
+            or self.options.memory.split
+            or self.options.memory.parts > 1,
             c_code=c_code,
         )
-        choice = wanted(self.options, can_use_kernels=self._takes_kernels(on, batch))
+        choice = requested_choice(self.options, can_use_kernels=self._uses_kernels(setup, batch))
         engine: Engine | None = None
-        if choice is None and self.chosen_before is not None:
-            choice = Choice(**self.chosen_before)
+        if choice is None and self.stored_choice is not None:
+            choice = Choice(**self.stored_choice)
         if choice is None:
             if self.ranks.is_rank_zero:
-                choice, engine = measure_and_choose(on, batch)
+                choice, engine = measure_and_choose(setup, batch)
             choice = self.ranks.broadcast(choice)
         chosen: Choice = replace(choice, c_code=c_code and choice.name == "eager")
-        return chosen, self._one_after_another(engine, lambda: start(chosen, on, batch))
+        return chosen, self._build_by_node(engine, lambda: start(chosen, setup, batch))
 
     @property
     def excludes_c_code(self) -> bool:
         """Whether this run was started without compiled C code, and so is resumed without."""
-        return self.chosen_before is not None and not self.chosen_before.get("c_code", False)
+        return self.stored_choice is not None and not self.stored_choice.get("c_code", False)
 
     def _uses_c_code(self, function: StepFunction) -> bool:
         """Whether convolutions are computed by C code: as in an earlier start of this run, or if all ranks have a compiler."""
         if not function.may_use_c_code:
             return False
         available = all(self.ranks.all_gather(function.convolves_by_c))
-        if self.chosen_before is not None and not available:
+        if self.stored_choice is not None and not available:
             raise ForgefieldError(
                 "this run was started with convolutions compiled from C, and on at least one rank there is no working C "
                 "compiler now; install one, such as gcc (apt install gcc, conda install gcc), or name it in $CC. To continue "
@@ -410,22 +426,25 @@ class EngineStarter:
             )
         return available
 
-    def _takes_kernels(self, on: Circumstances, batch: Batch) -> bool:
-        """Whether an engine that can use kernels takes them, where the config leaves it open: as an earlier start did."""
-        before = self.chosen_before
-        if before is not None and before["name"] == self.options.engine:
-            return bool(before["derivative"] == "kernels")
-        return self.ranks.broadcast(can_use_kernels(on, batch["positions"].device))
+    def _uses_kernels(self, setup: EngineSetup, batch: Batch) -> bool:
+        """Whether kernels are used where the config does not specify it: as in an earlier start of the run."""
+        stored = self.stored_choice
+        if stored is not None and stored["name"] == self.options.engine:
+            return bool(stored["derivative"] == "kernels")
+        return self.ranks.broadcast(can_use_kernels(setup, batch["positions"].device))
 
-    def _one_after_another(self, engine: Engine | None, build: Callable[[], Engine]) -> Engine:
-        """The first process of each node compiles, the others find its code on disk. engine: where there is one already."""
+    def _build_by_node(self, engine: Engine | None, build: Callable[[], Engine]) -> Engine:
+        """The engine, compiled by the first process of each node; the others load its code from disk.
+
+        engine: if it exists already.
+        """
         if engine is None and self.ranks.launch.local_rank == 0:
             engine = build()
         self.ranks.all_gather(None)
         return engine if engine is not None else build()
 
     def check_evaluation(self, engine: Engine, reference: Engine, batch: Batch) -> None:
-        """Compare what a validation computes, once."""
+        """Compare the evaluation of a batch with that of the reference engine."""
         function = engine.function
         if engine.name != "eager" or function.derivative == "kernels" or function.uses_edge_kernels:
             with self.compiling():

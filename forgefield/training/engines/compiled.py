@@ -1,16 +1,15 @@
-"""The `compile` engine: the whole step, derivatives included, as one graph compiled by Inductor for batches of any size.
+"""The `compile` engine: the step, derivatives included, as one graph compiled by Inductor for batches of any size.
 
-The graph comes from `tracing.py`, so that Inductor meets no derivative at all and Python runs nothing between two kernels. The
-compiled code carries the conditions under which it is right (such as indices that fit 32 bits); they are checked for every new
-size, and a size that breaks one gets code of its own. Code is kept on disk by Inductor and found again by later starts.
+The graph comes from `tracing.py`, so that Inductor has nothing to differentiate and no Python code runs between two kernels.
+Compiled code is valid under conditions on sizes (such as indices that fit into 32 bits); they are checked for every batch, and
+the step is compiled again for a size that violates them. Inductor caches code on disk for later starts.
 """
 
 from __future__ import annotations
 
 import os
 import warnings
-from collections.abc import Callable, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Hashable, Sequence
 from typing import Any
 
 import sympy
@@ -19,6 +18,7 @@ from torch import Tensor
 from torch._guards import TracingContext, tracing
 from torch._inductor.custom_graph_pass import CustomGraphPass, get_hash_for_files
 from torch._inductor.standalone_compile import standalone_compile
+from torch._ops import OpOverload
 from torch.fx import Graph, Node
 from torch.utils._sympy.printers import PythonPrinter
 
@@ -26,13 +26,13 @@ from forgefield.data.batch import SHAPES, Batch, Shapes
 from forgefield.files import cache_folder, is_writable_folder
 from forgefield.training.engines.padding import sizes
 from forgefield.training.engines.step import StepFunction
-from forgefield.training.engines.tracing import Flat, Traced, TracedEngine, trace
+from forgefield.training.engines.tracing import FlatFunction, Traced, TracedEngine, trace
 
 CACHE_VARIABLE = "TORCHINDUCTOR_CACHE_DIR"
 
 
 class CompileEngine(TracedEngine):
-    """Training step and evaluation compiled, each on first use. options: of Inductor. say: tells what is going on."""
+    """Training step and evaluation are compiled on first use. options: settings of Inductor."""
 
     name = "compile"
     training: CompiledFunction
@@ -46,11 +46,11 @@ class CompileEngine(TracedEngine):
         options: dict[str, Any] | None = None,
         notify: Callable[[str], None] = lambda text: None,
     ) -> None:
-        def make(flat: Flat, what: str) -> CompiledFunction:
+        def make(flat: FlatFunction, name: str) -> CompiledFunction:
             return CompiledFunction(
                 flat,
                 options or {},
-                lambda: notify(f"Compiling the {what}; later starts find the code on disk ..."),
+                lambda: notify(f"Compiling the {name}; later starts load the code from disk ..."),
                 function.shapes,
             )
 
@@ -58,20 +58,23 @@ class CompileEngine(TracedEngine):
 
 
 class CompiledFunction:
-    """`function(static, batch)` compiled. Batches must not be smaller than `blank.LEAST`.
+    """`function(static, batch)` compiled. Batches must not be smaller than `padding.MIN_SIZES`.
 
-    options: settings of Inductor, by their names. before: called before code is made. shapes: of a batch.
-    compilations: how often code was made, or found on disk.
+    options: settings of Inductor, by name.
+    before_compiling: called before each compilation.
+    shapes: of the tensors of a batch.
+    compilations: number of compilations, those from the cache included.
     """
 
     def __init__(
         self,
-        function: Callable[[list[Tensor], Batch], Any],
+        function: FlatFunction,
         options: dict[str, Any],
-        before: Callable[[], None] = lambda: None,
+        before_compiling: Callable[[], None] = lambda: None,
         shapes: Shapes = SHAPES,
     ) -> None:
-        self.function, self.options, self.before, self.shapes = function, options, before, shapes
+        self.function, self.options, self.shapes = function, options, shapes
+        self.before_compiling = before_compiling
         self.compilations = 0
         self._variants: list[tuple[Callable[[int, int, int], bool], Callable[..., Any], Traced]] = []
 
@@ -83,17 +86,18 @@ class CompiledFunction:
         self._compile(static, batch)
         return self(static, batch)
 
-    def forget(self) -> None:
+    def reset(self) -> None:
         self._variants.clear()
 
     def _compile(self, static: Sequence[Tensor], batch: Batch) -> None:
         if len(self._variants) >= 8:
-            raise RuntimeError("eight sizes of batches have needed code of their own; something is wrong")
-        self.before()
+            raise RuntimeError("the step was compiled for eight ranges of batch sizes, which should never be necessary")
+        self.before_compiling()
         traced = trace(self.function, static, batch, self.shapes)
         settings = {"joint_custom_post_pass": ShareEqualNodes(), **self.options}
         context = TracingContext(traced.mode)
-        with torch.no_grad(), tracing(context), _kept_cache(), warnings.catch_warnings():
+        _set_cache_folder()
+        with torch.no_grad(), tracing(context), warnings.catch_warnings():
             warnings.simplefilter("ignore")
             code = standalone_compile(
                 traced.graph,
@@ -106,7 +110,7 @@ class CompiledFunction:
 
 
 def conditions(traced: Traced) -> Callable[[int, int, int], bool]:
-    """Whether code made from the trace is right for so many frames, atoms and edges."""
+    """Function of the numbers of frames, atoms and edges that tells whether code of this trace is valid for them."""
     names = {symbol: name for name, symbol in traced.symbols.items()}
     printer, texts = PythonPrinter(), []
     for guard in traced.environment.guards:
@@ -115,16 +119,17 @@ def conditions(traced: Traced) -> Callable[[int, int, int], bool]:
         )
         texts.append(f"({printer.doprint(expression)})")
     source = " and ".join(dict.fromkeys(texts)) or "True"
-    return eval(f"lambda frames, atoms, edges: {source}")
+    condition: Callable[[int, int, int], bool] = eval(f"lambda frames, atoms, edges: {source}")
+    return condition
 
 
 class ShareEqualNodes(CustomGraphPass):
-    """Nodes of a functional graph that compute the same from the same become one."""
+    """Merges nodes of a functional graph that compute the same from the same inputs."""
 
     def __call__(self, graph: Graph) -> None:
-        seen: dict[Any, Node] = {}
+        seen: dict[Hashable, Node] = {}
         for node in list(graph.nodes):
-            key = _what_it_computes(node)
+            key = _computation_key(node)
             if key is None:
                 continue
             if key in seen:
@@ -133,34 +138,35 @@ class ShareEqualNodes(CustomGraphPass):
             else:
                 seen[key] = node
 
-    def uuid(self) -> Any:
+    def uuid(self) -> bytes:
         return get_hash_for_files((__file__,))
 
 
-_UNLIKE_ITSELF = (torch.ops.aten.empty, torch.ops.aten.empty_strided, torch.ops.aten.copy_)
+_NOT_FUNCTIONAL = (torch.ops.aten.empty, torch.ops.aten.empty_strided, torch.ops.aten.copy_)
 
 
-def _what_it_computes(node: Node) -> Any:
-    """A key that is equal for nodes with equal results; None where there is no such thing."""
-    if node.op != "call_function" or getattr(node.target, "overloadpacket", None) in _UNLIKE_ITSELF:
+def _computation_key(node: Node) -> Hashable:
+    """A key that is equal for nodes with equal results; None for nodes that cannot be merged."""
+    target = node.target
+    if node.op != "call_function":
         return None
-    if torch.Tag.nondeterministic_seeded in getattr(node.target, "tags", ()):
+    if isinstance(target, OpOverload) and (
+        target.overloadpacket in _NOT_FUNCTIONAL or torch.Tag.nondeterministic_seeded in target.tags
+    ):
         return None
     flat, structure = torch.utils._pytree.tree_flatten((node.args, node.kwargs))
     if any(isinstance(item, (torch.SymInt, torch.SymFloat, torch.SymBool)) for item in flat):
         flat = [(type(item), str(item)) if isinstance(item, torch.SymInt) else item for item in flat]
     try:
-        key = (node.target, tuple((type(item), item) for item in flat), structure)
+        key = (target, tuple((type(item), item) for item in flat), structure)
         hash(key)
     except TypeError:
         return None
     return key
 
 
-@contextmanager
-def _kept_cache():
-    """Code is kept where our other caches are, unless the user has said where."""
+def _set_cache_folder() -> None:
+    """Let Inductor use Forgefield's cache folder, unless the user has set another one or it is not writable."""
     folder = cache_folder() / "inductor"
-    if CACHE_VARIABLE not in os.environ and is_writable_folder(folder):  # else torch keeps it where it usually does
+    if CACHE_VARIABLE not in os.environ and is_writable_folder(folder):
         os.environ[CACHE_VARIABLE] = str(folder)
-    yield

@@ -1,17 +1,18 @@
-"""Engines: how one training step is executed. All compute what `StepFunction` says; they differ in speed and in what they need.
+"""Engines: how one training step is executed. All of them compute the same `StepFunction`.
 
-`step` gives a loss whose `backward` brings the gradients to the weights, so that Lightning, its strategies and optimisers see
-an ordinary training step whatever the engine is.
+`step` returns a loss whose `backward` sets the gradients of the weights, so that a step of any engine is an ordinary training
+step for Lightning, its strategies and optimisers.
 """
 
 from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
+from torch.autograd.function import FunctionCtx
 
 from forgefield.data.batch import SHAPES, Batch, Shapes, halves, is_memory_error
 from forgefield.errors import ForgefieldError
@@ -19,11 +20,11 @@ from forgefield.training.engines.padding import sizes
 from forgefield.training.engines.step import Differentiated, Measured, StepFunction
 
 Denominators = Callable[[], Tensor]
-"""Gives the denominators of the loss over all ranks; asking may wait for a message of theirs."""
+"""Returns the denominators of the loss over all ranks, (n_targets,); the call may wait for the other ranks."""
 
 
-class OnlyOneSize(ForgefieldError):
-    """A step can be traced, but only for batches of the size it was traced with."""
+class FixedSizeError(ForgefieldError):
+    """A step can be traced, but only for batches of one size."""
 
 
 class Step(NamedTuple):
@@ -34,30 +35,30 @@ class Step(NamedTuple):
 
 
 class Engine:
-    """Eager: operations are launched one by one, and autograd differentiates.
+    """The eager engine: operations are launched one by one, and autograd differentiates.
 
-    world_size: the loss is multiplied by it, since strategies average gradients over ranks.
+    world_size: factor of the loss, because strategies average gradients over ranks.
     """
 
     name = "eager"
 
     def __init__(self, function: StepFunction, *, world_size: int = 1) -> None:
         self.function, self.world_size = function, world_size
-        self.given_denominators = world_size > 1
-        """Whether steps come with denominators, which compiled code has to know beforehand."""
+        self.external_denominators = world_size > 1
+        """Whether steps get denominators as an argument; compiled code depends on it."""
 
     def trial(self, batch: Batch) -> Differentiated:
-        """As a step of the training will be, but for this batch alone, and with the gradients in hand."""
-        if not self.given_denominators:
+        """Gradients of this batch, computed as in a step of the training but with the denominators of this batch only."""
+        if not self.external_denominators:
             return self.differentiate(batch)
-        own = self.function.task.counts(batch)
-        return self.differentiate(batch, lambda: own)
+        counts = self.function.task.counts(batch)
+        return self.differentiate(batch, lambda: counts)
 
     def step(self, batch: Batch, denominators: Denominators | None = None) -> Step:
-        """denominators: None where this rank's own batch is all there is."""
+        """The loss of a batch, to be differentiated. denominators: None for those of this batch."""
         function = self.function
         if function.derivative != "double":
-            return self._given(self.differentiate(batch, denominators))
+            return self._as_step(self.differentiate(batch, denominators))
         task, potential = function.task, function.potential
         with function.edge_setting():
             outputs = potential(batch, forces=task.needs_forces, stress=task.needs_stress)
@@ -68,54 +69,68 @@ class Engine:
         return Step(task.combine(parts.sums, denominators()) * self.world_size, measured)
 
     def measure(self, batch: Batch, denominators: Denominators | None = None) -> Step:
-        """A step whose loss nobody differentiates: its gradients are asked for in another way, or not at all."""
+        """A step whose loss is not differentiated: its gradients are read in another way, or not at all."""
         result = self.differentiate(batch, denominators)
         return Step(result.loss.clone(), result.measured)
 
     def differentiate(self, batch: Batch, denominators: Denominators | None = None) -> Differentiated:
-        """The same with explicit gradients."""
+        """The gradients of a step."""
         return self.function.differentiate(*self._inputs(batch, denominators))
 
     def evaluate(self, batch: Batch) -> Measured:
+        """Loss sums and errors of a batch in validation."""
         function = self.function
         return function.evaluate(function.trained_weights(), function.fixed_weights(), batch)
 
-    def _inputs(self, batch: Batch, denominators: Denominators | None) -> tuple[Any, ...]:
+    def _inputs(
+        self, batch: Batch, denominators: Denominators | None
+    ) -> tuple[list[Tensor], list[Tensor], Batch, Tensor, Tensor | None]:
+        """Arguments of `StepFunction.differentiate`."""
         function = self.function
         weights = function.task.weights_on(batch["positions"].device)
         weights = weights if self.world_size == 1 else weights * self.world_size
-        known = None if denominators is None else denominators()
-        return function.trained_weights(), function.fixed_weights(), batch, weights, known
+        values = None if denominators is None else denominators()
+        return function.trained_weights(), function.fixed_weights(), batch, weights, values
 
-    def _given(self, result: Differentiated) -> Step:
-        """A step whose gradients are known already."""
+    def _as_step(self, result: Differentiated) -> Step:
+        """A step whose gradients have been computed already."""
         return Step(with_gradients(result.loss, result.gradients, self.function.trained_weights()), result.measured)
 
-    def forget(self) -> None:
-        """Make everything anew from the next step on: a setting that compiled or captured code depends on has changed."""
+    def reset(self) -> None:
+        """Discard compiled and captured code, because a setting on which it depends has changed."""
+
+
+class _Context(FunctionCtx):
+    gradients: list[Tensor]
 
 
 class _WithGradients(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, loss: Tensor, gradients: list[Tensor], *weights: Tensor) -> Tensor:
+    def forward(ctx: _Context, loss: Tensor, gradients: list[Tensor], *weights: Tensor) -> Tensor:
         ctx.gradients = gradients
         return loss.clone()
 
     @staticmethod
-    def backward(ctx, grad: Tensor):
+    def backward(ctx: _Context, grad: Tensor) -> tuple[Tensor | None, ...]:
         return None, None, *torch._foreach_mul(ctx.gradients, grad.to(ctx.gradients[0].dtype))
 
 
 def with_gradients(loss: Tensor, gradients: Sequence[Tensor | None], weights: Sequence[Tensor]) -> Tensor:
-    """The loss as a function of `weights` whose gradients are those given; a weight without one gets none."""
-    known = [(gradient, weight) for gradient, weight in zip(gradients, weights) if gradient is not None]
-    if not known:
+    """The loss as a function of `weights` with these gradients; None for a weight on which it does not depend."""
+    pairs = [(gradient, weight) for gradient, weight in zip(gradients, weights) if gradient is not None]
+    if not pairs:
         return loss
-    return _WithGradients.apply(loss, [gradient for gradient, _ in known], *(weight for _, weight in known))
+    result: Tensor = _WithGradients.apply(loss, [gradient for gradient, _ in pairs], *(weight for _, weight in pairs))
+    return result
 
 
-class SparingEngine(Engine):
-    """inner: does the work. parts: into which every batch is cut. split: whether a batch that does not fit is cut further."""
+class MemoryLimitedEngine(Engine):
+    """Computes batches in parts where memory is limited.
+
+    inner: the engine that computes.
+    parts: number of parts into which every batch is split.
+    split: whether a batch that does not fit into memory is split further.
+    """
 
     def __init__(
         self, inner: Engine, *, parts: int = 1, split: bool, notify: Callable[[str], None] = lambda text: None
@@ -123,16 +138,16 @@ class SparingEngine(Engine):
         super().__init__(inner.function, world_size=inner.world_size)
         self.inner, self.parts, self.split, self.notify = inner, parts, split, notify
         self.name = inner.name
-        self.most_edges: int | None = None
-        """Batches with more edges than this have not fitted."""
+        self.too_many_edges: int | None = None
+        """The smallest number of edges that did not fit into memory."""
 
     def step(self, batch: Batch, denominators: Denominators | None = None) -> Step:
         if self.split or self.parts > 1:
-            return self._given(self.differentiate(batch, denominators))
+            return self._as_step(self.differentiate(batch, denominators))
         try:
             return self.inner.step(batch, denominators)
         except Exception as error:
-            raise_if_memory(error, batch)
+            raise_memory_error(error, batch)
             raise
 
     def measure(self, batch: Batch, denominators: Denominators | None = None) -> Step:
@@ -141,54 +156,55 @@ class SparingEngine(Engine):
         try:
             return self.inner.measure(batch, denominators)
         except Exception as error:
-            raise_if_memory(error, batch)
+            raise_memory_error(error, batch)
             raise
 
     def differentiate(self, batch: Batch, denominators: Denominators | None = None) -> Differentiated:
-        known = self.function.task.counts(batch) if denominators is None else denominators()
-        results = [self._in_parts(part, known) for part in cut(batch, self.parts, self.function.shapes)]
-        return functools.reduce(_added, results)
+        values = self.function.task.counts(batch) if denominators is None else denominators()
+        results = [self._in_parts(part, values) for part in split_batch(batch, self.parts, self.function.shapes)]
+        return functools.reduce(_add, results)
 
     def evaluate(self, batch: Batch) -> Measured:
-        """In parts where memory runs out: what is measured are sums over frames."""
+        """In parts if memory runs out; the results are sums over frames."""
         try:
             return self.inner.evaluate(batch)
         except Exception as error:
             if not is_memory_error(error) or sizes(batch)[0] == 1:
-                raise_if_memory(error, batch, evaluating=True)
+                raise_memory_error(error, batch, evaluating=True)
                 raise
-        _give_back_memory()
+        _empty_cache()
         first, second = (self.evaluate(part) for part in halves(batch, self.function.shapes))
-        return _both(first, second)
+        return _add_measured(first, second)
 
-    def forget(self) -> None:
-        self.inner.forget()
+    def reset(self) -> None:
+        self.inner.reset()
 
-    def _in_parts(self, batch: Batch, known: Tensor) -> Differentiated:
-        n_edges, n_frames = sizes(batch)[2], sizes(batch)[0]
-        if self.most_edges is None or n_edges < self.most_edges or n_frames == 1:
+    def _in_parts(self, batch: Batch, denominators: Tensor) -> Differentiated:
+        n_frames, _, n_edges = sizes(batch)
+        fits = self.too_many_edges is None or n_edges < self.too_many_edges
+        if fits or n_frames == 1:
             try:
-                return _own(self.inner.differentiate(batch, lambda: known))
+                return _copied(self.inner.differentiate(batch, lambda: denominators))
             except Exception as error:
                 if not is_memory_error(error) or n_frames == 1 or not self.split:
-                    raise_if_memory(error, batch)
+                    raise_memory_error(error, batch)
                     raise
-        _give_back_memory()
-        if self.most_edges is None or n_edges < self.most_edges:
-            self.most_edges = n_edges
+        _empty_cache()
+        if fits:
+            self.too_many_edges = n_edges
             self.notify(
                 f"A batch of {describe(batch)} does not fit into memory: it is computed in parts, with the same gradients."
             )
-        first, second = (self._in_parts(part, known) for part in halves(batch, self.function.shapes))
-        return _added(first, second)
+        first, second = (self._in_parts(part, denominators) for part in halves(batch, self.function.shapes))
+        return _add(first, second)
 
 
-def _give_back_memory() -> None:
+def _empty_cache() -> None:
     if torch.cuda.is_available():
         torch.cuda.empty_cache()
 
 
-def _own(result: Differentiated) -> Differentiated:
+def _copied(result: Differentiated) -> Differentiated:
     """A copy that the next step does not overwrite."""
     return Differentiated(
         [None if gradient is None else gradient.clone() for gradient in result.gradients],
@@ -197,24 +213,24 @@ def _own(result: Differentiated) -> Differentiated:
     )
 
 
-def _added(a: Differentiated, b: Differentiated) -> Differentiated:
+def _add(a: Differentiated, b: Differentiated) -> Differentiated:
     gradients = [x if y is None else y if x is None else x + y for x, y in zip(a.gradients, b.gradients)]
-    return Differentiated(gradients, a.loss + b.loss, _both(a.measured, b.measured))
+    return Differentiated(gradients, a.loss + b.loss, _add_measured(a.measured, b.measured))
 
 
-def _both(a: Measured, b: Measured) -> Measured:
+def _add_measured(a: Measured, b: Measured) -> Measured:
     return Measured(a.sums + b.sums, a.errors + b.errors)
 
 
-def cut(batch: Batch, parts: int, shapes: Shapes = SHAPES) -> list[Batch]:
-    """The batch in so many parts, or in as many as it has frames, of about as many atoms each."""
+def split_batch(batch: Batch, parts: int, shapes: Shapes = SHAPES) -> list[Batch]:
+    """The batch in `parts` parts of about the same number of atoms, or in single frames if there are fewer."""
     frames = batch["n_atoms"].shape[0]
     if parts <= 1 or frames == 1:
         return [batch]
     first, second = halves(batch, shapes)
     share = max(1, round(parts * first["positions"].shape[0] / batch["positions"].shape[0]))
     share = min(share, parts - 1)
-    return [*cut(first, share, shapes), *cut(second, parts - share, shapes)]
+    return [*split_batch(first, share, shapes), *split_batch(second, parts - share, shapes)]
 
 
 def describe(batch: Batch) -> str:
@@ -222,17 +238,17 @@ def describe(batch: Batch) -> str:
     return f"{frames} frames, {atoms} atoms and {edges} edges"
 
 
-def raise_if_memory(error: BaseException, batch: Batch, *, evaluating: bool = False) -> None:
-    """One sentence for an error that means that memory ran out; nothing for any other."""
+def raise_memory_error(error: BaseException, batch: Batch, *, evaluating: bool = False) -> None:
+    """Raise ForgefieldError with advice if the error means that memory ran out; do nothing for any other."""
     if not is_memory_error(error):
         return
-    what = "data.eval_batch" if evaluating else "data.batch"
-    more = (
+    key = "data.eval_batch" if evaluating else "data.batch"
+    in_parts = (
         ""
         if evaluating
-        else ", or have it computed in parts with the same gradients: training.memory.parts=2, or training.memory.split=true"
+        else ", or compute batches in parts with the same gradients: training.memory.parts=2, or training.memory.split=true"
     )
     raise ForgefieldError(
-        f"Memory ran out on a batch of {describe(batch)}. Make {what} smaller (by edges, {what}={{edges: ...}}, batches cost "
-        f"alike){more}; forgefield bench CONFIG --plan estimates what fits."
+        f"Memory ran out on a batch of {describe(batch)}. Reduce {key} (batches limited by edges, {key}={{edges: ...}}, need "
+        f"about the same memory){in_parts}; forgefield bench CONFIG --plan estimates what fits."
     ) from error

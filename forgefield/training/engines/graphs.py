@@ -1,9 +1,9 @@
-"""The `graphs` engine: the step captured once per size of a batch as a CUDA graph, and replayed.
+"""The `graphs` engine: the step is captured once per batch size as a CUDA graph, and replayed.
 
-A replay launches everything at once, so that a small step takes what its kernels take and not what launching them one by one
-takes. Contract: a batch is filled up with blank frames (`padding.py`) to a size of the plan and copied into tensors of fixed
-addresses (`Loader`); weights are read where they lie and changed only in place; gradients and sums appear in tensors of
-fixed addresses, valid until the next step. All graphs share one pool of memory, since only one of them runs at a time.
+A replay launches all kernels at once, so that small steps are not limited by launching kernels one by one. Contract: a batch is
+padded with blank frames (`padding.py`) to a size of the plan and copied into tensors of fixed addresses (`StaticInputs`);
+weights are changed only in place; gradients and sums are in tensors of fixed addresses, valid until the next step. All graphs
+share one memory pool, because only one of them runs at a time.
 """
 
 from __future__ import annotations
@@ -24,14 +24,14 @@ from forgefield.training.engines.padding import Size, SizePlan, blank_frames, si
 from forgefield.training.engines.step import Differentiated, Measured
 
 _IN_ROWS = "edge_index"
-"""The one tensor whose rows, and not the whole, begin with those of a batch: (2, edges)."""
+"""The tensor of shape (2, n_edges): each of its two rows is padded."""
 
 
-class Loader:
-    """batch, denominators: what the step reads; denominators where there are several ranks."""
+class StaticInputs:
+    """Inputs of a captured step in tensors of fixed addresses: `batch` and, with several ranks, `denominators`."""
 
     def __init__(self, blank: Batch, denominators: Tensor | None) -> None:
-        """blank: nothing but blank frames. denominators: any like those of a step."""
+        """blank: a batch of blank frames only. denominators: with the shape and type of those of a step."""
         self.batch = {key: tensor.clone(memory_format=torch.contiguous_format) for key, tensor in blank.items()}
         self.denominators = None if denominators is None else denominators.clone(memory_format=torch.contiguous_format)
         self._blank = {key: tensor.contiguous() for key, tensor in blank.items()}
@@ -39,17 +39,18 @@ class Loader:
         first = next(iter(self.batch.values()))
         self._copies: Copies | None = None
         if can_launch(first):
-            to, rest = self._parts(self.batch), self._parts(self._blank)
+            targets, padding = self._rows(self.batch), self._rows(self._blank)
             if self.denominators is not None:
-                to, rest = [*to, self.denominators], [*rest, self.denominators]
-            self._copies = Copies(to, rest)
+                targets, padding = [*targets, self.denominators], [*padding, self.denominators]
+            self._copies = Copies(targets, padding)
 
     @staticmethod
-    def _parts(batch: Batch) -> list[Tensor]:
-        return [part for key, tensor in batch.items() for part in (tensor.unbind() if key == _IN_ROWS else (tensor,))]
+    def _rows(batch: Batch) -> list[Tensor]:
+        """The tensors of a batch, and each row of the edge index as a tensor."""
+        return [rows for key, tensor in batch.items() for rows in (tensor.unbind() if key == _IN_ROWS else (tensor,))]
 
     def load(self, batch: Batch, denominators: Tensor | None) -> None:
-        """To be called before a replay."""
+        """Set the inputs of the next replay."""
         if self._copies is None:
             self._copy(batch)
             if self.denominators is not None and denominators is not None:
@@ -58,7 +59,7 @@ class Loader:
         self._converted.clear()
         numbers: list[int] = []
         for key, like in self.batch.items():
-            tensor = self._as_in(batch[key], like)
+            tensor = self._converted_to(like, batch[key])
             if key == _IN_ROWS:
                 n = tensor.shape[1]
                 numbers += (tensor.data_ptr(), n, tensor.data_ptr() + n * tensor.element_size(), n)
@@ -67,17 +68,19 @@ class Loader:
             else:
                 numbers += (tensor.data_ptr(), tensor.numel())
         if self.denominators is not None:
-            known = self.denominators if denominators is None else self._as_in(denominators, self.denominators)
-            numbers += (known.data_ptr(), known.numel())
+            values = self.denominators
+            if denominators is not None:
+                values = self._converted_to(self.denominators, denominators)
+            numbers += (values.data_ptr(), values.numel())
         self._copies.aim(numbers)
 
     def launch(self) -> None:
-        """The captured part."""
+        """Launch the copies; part of the captured step."""
         if self._copies is not None:
             self._copies.launch()
 
-    def _as_in(self, tensor: Tensor, like: Tensor) -> Tensor:
-        """Of the same type, in one piece and on the same device; kept until the next batch where it had to be made."""
+    def _converted_to(self, like: Tensor, tensor: Tensor) -> Tensor:
+        """The tensor, contiguous and with the type and device of `like`. A copy is referenced until the next batch."""
         if tensor.dtype is like.dtype and tensor.is_contiguous() and tensor.get_device() == like.get_device():
             return tensor
         self._converted.append(tensor.to(like.device, like.dtype).contiguous())
@@ -86,15 +89,15 @@ class Loader:
     def _copy(self, batch: Batch) -> None:
         copies: dict[torch.dtype, tuple[list[Tensor], list[Tensor]]] = {}
         for key, tensor in self.batch.items():
-            parts = [(tensor, batch[key], self._blank[key])]
-            for whole, real, rest in zip(*parts[0]) if key == _IN_ROWS else parts:
-                to, of = copies.setdefault(tensor.dtype, ([], []))
+            triples = [(tensor, batch[key], self._blank[key])]
+            for static, real, blank in zip(*triples[0]) if key == _IN_ROWS else triples:
+                targets, sources = copies.setdefault(tensor.dtype, ([], []))
                 n = real.shape[0]
-                to += [whole[:n], whole[n:]]
-                of += [real, rest[n:]]
-        for to, of in copies.values():
-            filled = [part.numel() > 0 for part in to]
-            torch._foreach_copy_(list(compress(to, filled)), list(compress(of, filled)))
+                targets += [static[:n], static[n:]]
+                sources += [real, blank[n:]]
+        for targets, sources in copies.values():
+            not_empty = [target.numel() > 0 for target in targets]
+            torch._foreach_copy_(list(compress(targets, not_empty)), list(compress(sources, not_empty)))
 
 
 WARM_UPS = 2
@@ -103,22 +106,22 @@ WARM_UPS = 2
 
 @dataclass
 class _CapturedStep:
-    """loader: holds the inputs of the graph. result: its outputs, overwritten by every replay."""
+    """inputs: of the graph. result: its outputs, overwritten by every replay."""
 
     graph: torch.cuda.CUDAGraph
-    loader: Loader
+    inputs: StaticInputs
     result: Differentiated
 
 
 class GraphsEngine(Engine):
-    """inner: the engine whose step is captured, eager or compiled. Evaluation is left to it."""
+    """inner: the engine whose step is captured, eager or compiled; it also evaluates batches in validation."""
 
     name = "graphs"
 
     def __init__(self, inner: Engine, *, plan: SizePlan, notify: Callable[[str], None] = lambda text: None) -> None:
         super().__init__(inner.function, world_size=inner.world_size)
         self.inner, self.plan, self.notify = inner, plan, notify
-        self.reach = inner.function.potential.adaptive_cutoff or inner.function.potential.cutoff
+        self.cutoff = inner.function.potential.adaptive_cutoff or inner.function.potential.cutoff
         self._captured: dict[Size, _CapturedStep] = {}
         self._latest: Differentiated | None = None
         self._pool = torch.cuda.graph_pool_handle()
@@ -128,22 +131,22 @@ class GraphsEngine(Engine):
         return len(self._captured)
 
     def step(self, batch: Batch, denominators: Denominators | None = None) -> Step:
-        return self._given(self.differentiate(batch, denominators))
+        return self._as_step(self.differentiate(batch, denominators))
 
     def differentiate(self, batch: Batch, denominators: Denominators | None = None) -> Differentiated:
         """The result is overwritten by the next step."""
-        known = None if denominators is None else denominators()
+        values = None if denominators is None else denominators()
         size = self.plan.fit(*sizes(batch))
         if size not in self._captured:
-            self._captured[size] = self._capture(size, batch, known)
+            self._captured[size] = self._capture(size, batch, values)
         captured = self._captured[size]
-        captured.loader.load(batch, known)
+        captured.inputs.load(batch, values)
         captured.graph.replay()
         self._latest = captured.result
         return captured.result
 
-    def bring_gradients(self) -> None:
-        """Let the weights' `grad` be the gradients of the latest step, where they lie."""
+    def assign_gradients(self) -> None:
+        """Set `grad` of the weights to the gradients of the latest step, without copying them."""
         assert self._latest is not None
         for weight, gradient in zip(self.function.trained_weights(), self._latest.gradients):
             weight.grad = gradient
@@ -151,9 +154,9 @@ class GraphsEngine(Engine):
     def evaluate(self, batch: Batch) -> Measured:
         return self.inner.evaluate(batch)
 
-    def forget(self) -> None:
+    def reset(self) -> None:
         self._captured.clear()
-        self.inner.forget()
+        self.inner.reset()
 
     def _with_strides_of_weights(self, result: Differentiated) -> Differentiated:
         """The result with gradients that have the memory layout of their weights, which fused optimisers require."""
@@ -165,30 +168,30 @@ class GraphsEngine(Engine):
         ]
         return result._replace(gradients=gradients)
 
-    def _capture(self, size: Size, like: Batch, known: Tensor | None) -> _CapturedStep:
+    def _capture(self, size: Size, like: Batch, denominators: Tensor | None) -> _CapturedStep:
         self.notify(f"Capturing the step for {size.frames} frames, {size.atoms} atoms, {size.edges} edges.")
         blank = blank_frames(
             like,
             frames=size.frames,
             atoms=size.atoms,
             edges=size.edges,
-            reach=self.reach,
+            cutoff=self.cutoff,
             shapes=self.function.shapes,
             targets=self.function.task.outputs,
         )
-        loader = Loader(blank, known)
-        loader.load(like, known)
-        loader.launch()
-        denominators = loader.denominators
-        get_denominators = None if denominators is None else lambda: denominators
+        inputs = StaticInputs(blank, denominators)
+        inputs.load(like, denominators)
+        inputs.launch()
+        static_denominators = inputs.denominators
+        get_denominators = None if static_denominators is None else lambda: static_denominators
 
         def differentiate() -> Differentiated:
-            return self.inner.differentiate(loader.batch, get_denominators)
+            return self.inner.differentiate(inputs.batch, get_denominators)
 
         def load_and_differentiate() -> Differentiated:
             with joined():
-                loader.launch()
+                inputs.launch()
                 return self._with_strides_of_weights(differentiate())
 
         graph, result = capture(load_and_differentiate, warm_up=differentiate, warm_ups=WARM_UPS, pool=self._pool)
-        return _CapturedStep(graph, loader, result)
+        return _CapturedStep(graph, inputs, result)

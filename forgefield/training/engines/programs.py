@@ -21,7 +21,8 @@ import json
 import os
 import shutil
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import numpy as np
@@ -56,8 +57,8 @@ def _sum_by_pointers(values: Tensor, order: Tensor | None, pointers: Tensor) -> 
     return values.new_zeros((pointers.shape[0] - 1, *values.shape[1:])).index_add(0, segment, rows)
 
 
-def _plain() -> dict[object, Callable[..., Tensor]]:
-    """Operators of Forgefield in a trace, and what replaces them."""
+def _decompositions() -> dict[object, Callable[..., Tensor]]:
+    """Operators of Forgefield in a trace, and functions of PyTorch operations that replace them."""
     return {torch.ops.forgefield.sum_by_pointers.default: _sum_by_pointers}
 
 
@@ -70,7 +71,7 @@ def write_aoti(potential: Potential, path: str | os.PathLike[str], *, sel: list[
     if shutil.which("g++") is None and shutil.which("clang++") is None:
         raise ForgefieldError("AOTInductor needs a C++ compiler, and neither g++ nor clang++ is installed.")
     with _frozen(potential):
-        exported = export_evaluation(_evaluation(potential), _example(potential), decompositions=_plain())
+        exported = export_evaluation(_evaluation(potential), _example(potential), decompositions=_decompositions())
         with written_whole(path) as partial, warnings.catch_warnings():
             warnings.simplefilter("ignore")
             package = partial.with_suffix(".pt2")
@@ -95,8 +96,8 @@ def write_torchscript(potential: Potential, path: str | os.PathLike[str], *, sel
     with _frozen(potential), warnings.catch_warnings():
         warnings.simplefilter("ignore")
         evaluate, example = _evaluation(potential), _example(potential)
-        traced = trace(lambda static, batch: evaluate(batch), [], example, decompositions=_plain())
-        program = torch.jit.script(_Program(scriptable(traced)))
+        traced = trace(lambda static, batch: evaluate(batch), [], example, decompositions=_decompositions())
+        program = torch.jit.script(_Program(scriptable(traced)[0]))
         with written_whole(path) as partial:
             torch.jit.save(program, str(partial), _extra_files={METADATA: json.dumps(_describe(potential))})
     return path
@@ -135,7 +136,7 @@ def _evaluation(potential: Potential) -> Callable[[Batch], Batch]:
 
 def _check(potential: Potential, path: Path, suffix: str, sel: list[int] | None) -> Path:
     if path.suffix != suffix:
-        raise ForgefieldError(f"{path}: the name of this kind of file ends in {suffix}.")
+        raise ForgefieldError(f"{path}: the file name must end in {suffix}.")
     if sel is not None:
         raise ForgefieldError("--sel is an option of --to deepmd.")
     graph = graph_of(potential)
@@ -156,7 +157,7 @@ def _check(potential: Potential, path: Path, suffix: str, sel: list[int] | None)
 
 
 def _describe(potential: Potential) -> dict[str, object]:
-    """What a program that calls the model has to know."""
+    """The description of the model that is stored with the program."""
     return {
         "forgefield": __version__,
         "species": " ".join(potential.species),
@@ -168,7 +169,7 @@ def _describe(potential: Potential) -> dict[str, object]:
 
 
 def _example(potential: Potential) -> Batch:
-    """A batch of two structures on the device of the model: an example of the types, not of the sizes."""
+    """A batch of two structures on the device of the model, as an example of the types."""
     random = np.random.default_rng(0)
     numbers = np.resize([atomic_numbers[symbol] for symbol in potential.species], 6)
     width = 0.9 * potential.cutoff
@@ -180,18 +181,15 @@ def _example(potential: Potential) -> Batch:
     return {name: batch[name].to(device) for name in INPUTS}
 
 
-class _frozen:  # noqa: N801
-    """The model in evaluation mode and without gradients of weights, inside a `with` block."""
-
-    def __init__(self, potential: Potential) -> None:
-        self.potential = potential
-
-    def __enter__(self) -> None:
-        self.was_training = self.potential.training
-        self.trained = [weight for weight in self.potential.parameters() if weight.requires_grad]
-        self.potential.eval().requires_grad_(False)
-
-    def __exit__(self, *_: object) -> None:
-        self.potential.train(self.was_training)
-        for weight in self.trained:
+@contextmanager
+def _frozen(potential: Potential) -> Iterator[None]:
+    """Inside the block the model is in evaluation mode and its weights do not require gradients."""
+    was_training = potential.training
+    trained = [weight for weight in potential.parameters() if weight.requires_grad]
+    potential.eval().requires_grad_(False)
+    try:
+        yield
+    finally:
+        potential.train(was_training)
+        for weight in trained:
             weight.requires_grad_(True)

@@ -1,87 +1,89 @@
-"""The `script` engine: the traced step as TorchScript. Upstream deprecates TorchScript; `compile` is what follows it.
+"""The `script` engine: the traced step (`tracing.py`) as TorchScript, which executes it without Python, operation by operation.
 
-The graph is the same as for `compile` (`tracing.py`). TorchScript runs it without Python, operation by operation.
+PyTorch deprecates TorchScript in favour of torch.compile (`compiled.py`).
 """
 
 from __future__ import annotations
 
 import math
 import warnings
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.fx import GraphModule
+from torch.fx.node import Argument
 
 from forgefield.data.batch import SHAPES, Batch, Shapes
 from forgefield.training.engines.step import StepFunction
-from forgefield.training.engines.tracing import Flat, Traced, TracedEngine, trace
+from forgefield.training.engines.tracing import FlatFunction, Traced, TracedEngine, trace
 
 
 class ScriptEngine(TracedEngine):
     name = "script"
 
     def __init__(self, function: StepFunction, *, world_size: int = 1) -> None:
-        super().__init__(function, lambda flat, what: ScriptedFunction(flat, function.shapes), world_size=world_size)
+        super().__init__(function, lambda flat, name: ScriptedFunction(flat, function.shapes), world_size=world_size)
 
 
 class ScriptedFunction:
     """`function(static, batch)` as TorchScript, for batches of any size."""
 
-    def __init__(self, function: Flat, shapes: Shapes = SHAPES) -> None:
+    def __init__(self, function: FlatFunction, shapes: Shapes = SHAPES) -> None:
         self.function, self.shapes = function, shapes
-        self._made: tuple[Any, Traced, list[int]] | None = None
+        self._scripted: tuple[Callable[..., Sequence[Tensor]], Traced, list[int]] | None = None
 
     def __call__(self, static: Sequence[Tensor], batch: Batch) -> Any:
-        if self._made is None or (self._made[1].n_static, self._made[1].keys) != (len(static), tuple(batch)):
-            self._made = self._make(static, batch)
-        scripted, traced, present = self._made
+        if self._scripted is None or (self._scripted[1].n_static, self._scripted[1].keys) != (
+            len(static),
+            tuple(batch),
+        ):
+            self._scripted = self._script(static, batch)
+        scripted, traced, indices = self._scripted
         with torch.no_grad():
             values = scripted(*static, *batch.values())
-        results: list[Any] = [None] * traced.structure.num_leaves
-        for place, value in zip(present, values):
-            results[place] = value
+        results: list[Tensor | None] = [None] * traced.structure.num_leaves
+        for index, value in zip(indices, values):
+            results[index] = value
         return traced.unflatten(results)
 
-    def forget(self) -> None:
-        self._made = None
+    def reset(self) -> None:
+        self._scripted = None
 
-    def _make(self, static: Sequence[Tensor], batch: Batch) -> tuple[Any, Traced, list[int]]:
+    def _script(
+        self, static: Sequence[Tensor], batch: Batch
+    ) -> tuple[Callable[..., Sequence[Tensor]], Traced, list[int]]:
         traced = trace(self.function, static, batch, self.shapes)
-        present = _leave_out_nothing(traced.graph)
-        _in_words_of_torchscript(traced.graph)
+        graph, indices = scriptable(traced)
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
-            return torch.jit.script(traced.graph), traced, present
+            return torch.jit.script(graph), traced, indices
 
 
-def scriptable(traced: Traced) -> GraphModule:
-    """The graph of a trace in operations that TorchScript reads; its outputs are a list of tensors."""
-    _leave_out_nothing(traced.graph)
-    _in_words_of_torchscript(traced.graph)
-    return traced.graph
+def scriptable(traced: Traced) -> tuple[GraphModule, list[int]]:
+    """The graph of a trace, changed in place for TorchScript, and the indices of its outputs.
 
-
-def _leave_out_nothing(graph: GraphModule) -> list[int]:
-    """TorchScript returns tensors only: outputs that are None are taken out. Returns the places of those that stay."""
+    TorchScript returns tensors only, so outputs that are None are removed.
+    """
+    graph = traced.graph
     (output,) = (node for node in graph.graph.nodes if node.op == "output")
     values = list(output.args[0])
-    present = [place for place, value in enumerate(values) if value is not None]
-    output.args = ([values[place] for place in present],)
-    graph.recompile()
-    return present
+    indices = [index for index, value in enumerate(values) if value is not None]
+    output.args = ([values[index] for index in indices],)
+    _use_torchscript_names(graph)
+    return graph, indices
 
 
-def _spelt_out(graph: GraphModule, value: Any) -> Any:
-    """Infinity and not-a-number are written as TorchScript reads them."""
+def _torchscript_literal(graph: GraphModule, value: Argument) -> Argument:
+    """Infinity and NaN as calls that TorchScript can parse; any other value as it is."""
     if isinstance(value, float) and not math.isfinite(value):
         return graph.graph.call_function(float, (str(value),))
     return value
 
 
-def _in_words_of_torchscript(graph: GraphModule) -> None:
-    """Operations by their plain names, sizes by the tensor's method: TorchScript finds overloads by itself."""
+def _use_torchscript_names(graph: GraphModule) -> None:
+    """Replace overloads of operations by their names, and operations of sizes by methods of tensors."""
     for node in list(graph.graph.nodes):
         if node.op != "call_function":
             continue
@@ -92,6 +94,6 @@ def _in_words_of_torchscript(graph: GraphModule) -> None:
         elif isinstance(node.target, torch._ops.OpOverload):
             node.target = node.target.overloadpacket
             with graph.graph.inserting_before(node):
-                node.args = tuple(_spelt_out(graph, value) for value in node.args)
+                node.args = tuple(_torchscript_literal(graph, value) for value in node.args)
     graph.graph.lint()
     graph.recompile()

@@ -1,14 +1,14 @@
-"""What one training step computes, as a pure function: weights and a batch in; gradients, loss sums and error sums out.
+"""What one training step computes, as a pure function of weights and a batch: gradients, loss sums and error sums.
 
-Engines differ in how they execute this function, never in what it is. `StepFunction` knows the ways of differentiating a loss
-of forces: by double backward; by the tangent form, which takes no derivative of a derivative; or by that form through
-generated kernels, for models that have them."""
+Engines differ only in how they execute this function. A loss of forces is differentiated by double backward, by the tangent
+form, which needs no second derivatives, or by the tangent form with generated kernels, for models that have them.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from typing import Any, NamedTuple, TypeVar
+from typing import NamedTuple, TypeVar, cast
 
 import torch
 from torch import Tensor, nn
@@ -31,14 +31,14 @@ T = TypeVar("T")
 
 
 class Measured(NamedTuple):
-    """`sums`: (2, n_targets), sums and counts of the loss terms. `errors`: what `ErrorMetrics.add` takes."""
+    """sums: (2, n_targets), sums and counts of the loss terms. errors: (n_rows, 3), as from `ErrorMetrics.measure`."""
 
     sums: Tensor
     errors: Tensor
 
 
 class Differentiated(NamedTuple):
-    """`gradients`: of the loss in each trained weight, None where it does not depend on it. `loss`: what was differentiated."""
+    """gradients: of the loss, for each trained weight; None if the loss does not depend on it. loss: scalar."""
 
     gradients: list[Tensor | None]
     loss: Tensor
@@ -48,10 +48,12 @@ class Differentiated(NamedTuple):
 class StepFunction:
     """The loss of `task` on the outputs of `potential`, and its gradients.
 
-    errors: says which errors are measured. knots: intervals of the tables that kernels read radial weights from, zero for none;
-    storage: what kernels store rows in while gradients are made. edge_kernels: whether sums over edges may go through kernels,
-    for models that have such sums. c_code: whether convolutions on a CPU use compiled C code where there is a
-    compiler. shapes: of the tensors of a batch.
+    errors: the errors to measure.
+    knots: number of intervals of the tables from which kernels read radial weights; 0 for exact weights.
+    storage: type in which kernels store rows during a training step.
+    edge_kernels: whether kernels may be used for sums over edges.
+    c_code: whether convolutions on a CPU use compiled C code if there is a compiler.
+    shapes: of the tensors of a batch.
     """
 
     def __init__(
@@ -77,24 +79,29 @@ class StepFunction:
         frozen = [name for name in parameters if name not in set(self.trained)]
         self.fixed = [*frozen, *(name for name, _ in potential.named_buffers())]
         self._holder = _Holder(potential)
-        self._places: dict[str, tuple[dict[str, Any], str]] = {}
+        self._owners: dict[str, tuple[Mapping[str, Tensor | None], str]] = {}
+        """For each weight the dictionary of its module that contains it, and its key there."""
 
     def trained_weights(self) -> list[Tensor]:
-        """The live tensors, in the order of `trained`; they follow optimiser, averages and checkpoints."""
-        return self._found(self.trained)
+        """The parameters themselves (not copies), in the order of `trained`."""
+        return self._tensors(self.trained)
 
     def fixed_weights(self) -> list[Tensor]:
-        """Everything else the potential holds, in the order of `fixed`."""
-        return self._found(self.fixed)
+        """Frozen parameters and buffers, in the order of `fixed`."""
+        return self._tensors(self.fixed)
 
-    def _found(self, names: Sequence[str]) -> list[Tensor]:
-        """Looked up where modules keep them, since going through all modules would take longer than a small step. Modules may
-        not be exchanged for others while they are trained."""
-        if not self._places:
+    def _tensors(self, names: Sequence[str]) -> list[Tensor]:
+        """Tensors by name, from the dictionaries of their modules: iterating over all modules would take longer than a small
+        step. Modules must not be replaced during a training."""
+        if not self._owners:
             for prefix, module in self.potential.named_modules():
-                for held in (module._parameters, module._buffers):
-                    self._places |= {f"{prefix}.{key}" if prefix else key: (held, key) for key in held.keys()}  # noqa: SIM118
-        return [held[key] for held, key in (self._places[name] for name in names)]
+                for tensors in (module._parameters, module._buffers):
+                    # TorchScript's modules have mappings that cannot be iterated over without keys().
+                    self._owners |= {
+                        f"{prefix}.{key}" if prefix else key: (tensors, key) for key in list(tensors.keys())
+                    }
+        found = [tensors[key] for tensors, key in (self._owners[name] for name in names)]
+        return cast("list[Tensor]", found)
 
     def differentiate(
         self,
@@ -104,7 +111,12 @@ class StepFunction:
         target_weights: Tensor,
         denominators: Tensor | None,
     ) -> Differentiated:
-        """denominators: (n_targets,) of all ranks; the batch's own, if None. target_weights: (n_targets,) of the loss."""
+        """The gradients of a step.
+
+        trained, fixed: weights, in the order of the attributes of these names.
+        target_weights: (n_targets,), weights of the loss terms.
+        denominators: (n_targets,), of all ranks; None for those of the batch.
+        """
         weights = [tensor.detach().requires_grad_(True) for tensor in trained]
         by_tangent = self.derivative != "double" and (self.task.needs_forces or self.task.needs_stress)
         form = self._by_tangent if by_tangent else self._by_double_backward
@@ -112,8 +124,8 @@ class StepFunction:
             return self._with_weights(weights, fixed, lambda: form(weights, batch, target_weights, denominators))
 
     def evaluate(self, trained: Sequence[Tensor], fixed: Sequence[Tensor], batch: Batch) -> Measured:
-        """Loss sums and errors of a batch, without any gradient in the weights."""
-        with _Evaluating(self.potential), self._kernels("float32"):
+        """Loss sums and errors of a batch, without gradients."""
+        with _evaluation_mode(self.potential), self._kernels("float32"):
             outputs = self._with_weights([tensor.detach() for tensor in trained], fixed, lambda: self._outputs(batch))
         with torch.no_grad():
             return self._measured(*self.task.sums(outputs, batch), outputs, batch)
@@ -129,8 +141,8 @@ class StepFunction:
         self, weights: list[Tensor], batch: Batch, target_weights: Tensor, denominators: Tensor | None
     ) -> Differentiated:
         memory = StepMemory()
-        # Nothing below it is told to evaluate: what is left out by chance has to be so in both passes.
-        with _Evaluating(self.potential, alone=True):
+        # Submodules stay in training mode: random choices (dropout) have to be the same in both passes.
+        with _evaluation_mode(self.potential, recurse=False):
             outputs = self._outputs(batch, memory)
         loss, measured, adjoints = self._adjoints(outputs, batch, target_weights, denominators)
         values, cotangents = self.potential.response(batch, adjoints, memory)
@@ -140,19 +152,19 @@ class StepFunction:
     def _adjoints(
         self, outputs: Batch, batch: Batch, target_weights: Tensor, denominators: Tensor | None
     ) -> tuple[Tensor, Measured, Batch]:
-        """The loss, what is measured, and the derivative of the loss in each output."""
+        """The loss, its sums and errors, and the derivative of the loss in each output."""
         if kernels_support(self.task, self.errors, batch):
-            plain = {name: outputs[name].detach() for name in self.task.outputs}
-            found = loss_by_kernels(self.task, self.errors, plain, batch, target_weights, denominators)
-            return found.loss, Measured(found.sums, found.errors), found.slopes
+            detached = {name: outputs[name].detach() for name in self.task.outputs}
+            result = loss_by_kernels(self.task, self.errors, detached, batch, target_weights, denominators)
+            return result.loss, Measured(result.sums, result.errors), result.slopes
         leaves = {name: outputs[name].detach().requires_grad_(True) for name in self.task.outputs}
         loss, measured = self._loss(leaves, batch, target_weights, denominators)
         return loss, measured, dict(zip(leaves, torch.autograd.grad(loss, list(leaves.values()))))
 
     @property
     def rounding(self) -> float:
-        """How far gradients may be, relative to their size, from those of plain operations in the precision in force, where it
-        is more than the precision itself allows: kernels do not round all that these do, or more."""
+        """Relative difference that rounding in kernels may cause in gradients, in addition to the tolerance of the
+        precision."""
         if self.derivative != "kernels":
             return 0.0
         return max(STORAGE_TOLERANCES[self.storage], KERNEL_TOLERANCES[lowered_type()])
@@ -164,12 +176,12 @@ class StepFunction:
             yield
 
     def edge_setting(self) -> AbstractContextManager[object]:
-        """Inside, sums over edges are made as they are to be."""
+        """Context in which sums over edges use kernels or not, as requested."""
         return nullcontext() if self.edge_kernels else execution(operators=False)
 
     @property
     def sums_by_kernels(self) -> bool:
-        """Whether the model has sums over edges that go through kernels, whatever the engine."""
+        """Whether the model has sums over edges that are computed by kernels, with any engine."""
         weight = next(self.potential.parameters(), None)
         if weight is None or not self.potential.interface.sums_over_edges:
             return False
@@ -194,7 +206,7 @@ class StepFunction:
         return self.sums_by_kernels or self.convolves_by_c
 
     def _with_weights(self, trained: Sequence[Tensor], fixed: Sequence[Tensor], compute: Callable[[], T]) -> T:
-        """What `compute` gives while the potential holds these tensors."""
+        """The result of `compute` while the potential has these weights."""
         named = dict(zip(self.trained, trained)) | dict(zip(self.fixed, fixed))
         named = {f"potential.{name}": tensor for name, tensor in named.items()}
         return functional_call(self._holder, named, (compute,))
@@ -215,7 +227,7 @@ class StepFunction:
 
 
 class _Holder(nn.Module):
-    """Holds the potential while something is computed with it; weights are put into a module from outside only so."""
+    """Calls a function during `functional_call`, which replaces weights only inside a call of a module."""
 
     def __init__(self, potential: Potential) -> None:
         super().__init__()
@@ -225,11 +237,11 @@ class _Holder(nn.Module):
         return compute()
 
 
-class _Evaluating:
-    """Inside, the module is in evaluation mode. alone: it is, and what it is made of is not."""
+class _evaluation_mode:  # noqa: N801
+    """Inside the block the module is in evaluation mode. recurse: also its submodules."""
 
-    def __init__(self, module: nn.Module, *, alone: bool = False) -> None:
-        self.module, self.alone = module, alone
+    def __init__(self, module: nn.Module, *, recurse: bool = True) -> None:
+        self.module, self.recurse = module, recurse
 
     def __enter__(self) -> None:
         self.was_training = self.module.training
@@ -239,7 +251,7 @@ class _Evaluating:
         self._set(self.was_training)
 
     def _set(self, training: bool) -> None:
-        if self.alone:
-            self.module.training = training
-        else:
+        if self.recurse:
             self.module.train(training)
+        else:
+            self.module.training = training

@@ -1,13 +1,14 @@
-"""Averages of the weights: exponential moving (EMA), or plain over the last part of a training (SWA).
+"""Averages of the weights: an exponential moving average (EMA), or the mean over the last part of a training (SWA).
 
-The average lives beside the model, never in its place: training always continues from the raw weights. For validation,
-test and saving the two are exchanged inside a `with`, so that they cannot stay exchanged by accident.
+The average is stored next to the weights: training always continues from the weights themselves. For validation, tests and
+saving the two are exchanged.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -19,12 +20,12 @@ from forgefield.training.options import TrainingOptions
 class WeightAverage:
     """average <- d * average + (1 - d) * weights after every optimiser step, with d = min(decay, (1 + n) / (10 + n)).
 
-    The second form of d keeps the first n steps from weighing down the average.
+    The second form of d, for small numbers of steps n, reduces the influence of the initial weights.
     """
 
     def __init__(self, module: nn.Module, decay: float) -> None:
         if not 0.0 < decay < 1.0:
-            raise ValueError(f"the decay of a weight average lies between 0 and 1, not {decay}")
+            raise ValueError(f"the decay of a weight average must be between 0 and 1, not {decay}")
         self.decay = decay
         self.updates = 0
         self._weights = {name: p for name, p in module.named_parameters() if p.requires_grad}
@@ -32,29 +33,29 @@ class WeightAverage:
 
     @torch.no_grad()
     def update(self) -> None:
-        """Take in the weights as they are now."""
+        """Update the average with the present weights."""
         torch._foreach_lerp_(list(self.average.values()), list(self._weights.values()), self.next_share())
 
     def next_share(self) -> float:
-        """Count one more update; the share of the present weights in it."""
+        """Count an update, and return the factor 1 - d of the weights in it."""
         self.updates += 1
         return 1.0 - min(self.decay, (1 + self.updates) / (10 + self.updates))
 
     @torch.no_grad()
-    def take_in(self, share: Tensor) -> None:
-        """An update whose share, from `next_share`, lies on the device."""
+    def update_with_share(self, share: Tensor) -> None:
+        """Update the average. share: from `next_share`, on the device."""
         averages = list(self.average.values())
         changes = torch._foreach_sub(list(self._weights.values()), averages)
         torch._foreach_mul_(changes, share)
         torch._foreach_add_(averages, changes)
 
     def pairs(self) -> Iterator[tuple[Tensor, Tensor]]:
-        """Weights, each with its average, where they lie."""
+        """Weights and their averages, as the tensors themselves."""
         return ((weight, self.average[name]) for name, weight in self._weights.items())
 
     @contextmanager
     def applied(self) -> Iterator[None]:
-        """Inside the block the module holds the average; after it, exactly its own weights again."""
+        """Inside the block the module has the averaged weights; afterwards exactly its weights from before."""
         self.exchange()
         try:
             yield
@@ -63,10 +64,11 @@ class WeightAverage:
 
     @torch.no_grad()
     def exchange(self) -> None:
+        """Exchange weights and average."""
         for name, weight in self._weights.items():
-            kept = weight.clone()
+            copy = weight.clone()
             weight.copy_(self.average[name])
-            self.average[name].copy_(kept)
+            self.average[name].copy_(copy)
 
     def to(self, device: torch.device) -> None:
         self.average = {name: tensor.to(device) for name, tensor in self.average.items()}
@@ -75,7 +77,7 @@ class WeightAverage:
         return {"updates": self.updates, "average": {name: t.clone() for name, t in self.average.items()}}
 
     @torch.no_grad()
-    def load_state_dict(self, state: dict) -> None:
+    def load_state_dict(self, state: dict[str, Any]) -> None:
         if state["average"].keys() != self.average.keys():
             raise ValueError("the stored weight average belongs to a model with other parameters")
         self.updates = int(state["updates"])
@@ -84,9 +86,9 @@ class WeightAverage:
 
 
 class StochasticAverage(WeightAverage):
-    """The plain mean of the weights at every so many steps from `start` on; before that, the weights themselves.
+    """The mean of the weights at every N-th step from `start` on; before that, the weights themselves.
 
-    start: a step, or below 1 a share of the training. every: steps between two weights that are taken in; None: an epoch.
+    start: a step or, below 1, a fraction of the training. every: number of steps N; None for one epoch.
     """
 
     def __init__(self, module: nn.Module, *, start: float, every: int | None = None) -> None:
@@ -95,14 +97,18 @@ class StochasticAverage(WeightAverage):
         self.first_step = self.stride = 0
 
     def plan(self, *, steps: int, steps_of_epoch: int, quick: bool = False) -> None:
-        """Told at the start of a training how many steps it has (-1: no end) and how many an epoch has. quick: a try of few
-        steps, which need not reach the average."""
+        """Determine the steps at which weights enter the mean.
+
+        steps: of the training, -1 without limit.
+        steps_of_epoch: of an epoch.
+        quick: a trial of a few steps (`trainer.fast_dev_run`), which may end before the mean starts.
+        """
         if self.start < 1 and steps < 0:
             raise ForgefieldError(
-                f"training.swa.start={self.start:g} is a share of a training that has no end; give trainer.max_epochs or "
+                f"training.swa.start={self.start:g} is a fraction of a training without limit; set trainer.max_epochs or "
                 "max_steps, or a number of steps."
             )
-        if self.stride:  # as it was before a resume
+        if self.stride:  # restored from a checkpoint
             return
         self.first_step = int(self.start * steps) if self.start < 1 else int(self.start)
         self.stride = self.every or max(steps_of_epoch, 1)
@@ -116,19 +122,19 @@ class StochasticAverage(WeightAverage):
         since = self.updates - self.first_step
         if since <= 0:
             return 1.0
-        taken, rest = divmod(since, self.stride)
-        return 1.0 / taken if rest == 0 else (1.0 if taken == 0 else 0.0)
+        count, remainder = divmod(since, self.stride)
+        return 1.0 / count if remainder == 0 else (1.0 if count == 0 else 0.0)
 
     def state_dict(self) -> dict[str, int | dict[str, Tensor]]:
         return {**super().state_dict(), "first_step": self.first_step, "stride": self.stride}
 
-    def load_state_dict(self, state: dict) -> None:
+    def load_state_dict(self, state: dict[str, Any]) -> None:
         super().load_state_dict(state)
         self.first_step, self.stride = int(state["first_step"]), int(state["stride"])
 
 
 def weight_average(module: nn.Module, training: TrainingOptions) -> WeightAverage | None:
-    """The average that `training.swa` or `training.ema` asks for, None where neither does. training: that section."""
-    if (swa := getattr(training, "swa", None)) is not None:
-        return StochasticAverage(module, start=swa.start, every=swa.every)
+    """The average that `training.swa` or `training.ema` describes; None without either."""
+    if training.swa is not None:
+        return StochasticAverage(module, start=training.swa.start, every=training.swa.every)
     return WeightAverage(module, training.ema) if training.ema else None

@@ -1,15 +1,15 @@
-"""What follows the gradient, as one CUDA graph: clipping, the optimiser's step, the average of the weights.
+"""The update of the weights as one CUDA graph: clipping, the optimiser's step, the average of the weights.
 
-It takes the place of the optimiser's `step`, so that Lightning calls it where it would call that. Contract: learning rates may
-change from step to step, since they are read from the device; a change of any other setting makes a new graph. Optimisers that
-look at their own step count on the host cannot be captured. Adam and AdamW in float32 are one kernel, which clips gradients as
-it reads them: `grad` is then not clipped. Whoever looks at gradients does so before the step.
+It replaces the optimiser's `step`, which Lightning calls. Contract: learning rates may change between steps, because they are
+read from the device; after a change of any other setting the update is captured again. Optimisers that read their step count on
+the host cannot be captured. Adam and AdamW in float32 are one kernel, which clips gradients as it reads them: `grad` itself is
+not clipped. Callbacks have to read gradients before the step.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from typing import Any
+from collections.abc import Callable, Hashable, Iterator, Sequence
+from typing import TypeVar
 
 import torch
 from torch import Tensor
@@ -19,10 +19,11 @@ from forgefield.kernels.core.runtime import can_launch
 from forgefield.kernels.step.update import AdamStep, Group, Weight
 from forgefield.training.optim.averages import WeightAverage
 from forgefield.training.optim.schedules import replaced_learning_rates
-from forgefield.training.optim.update import Clip, clip_gradients, make_capturable, make_plain
+from forgefield.training.optim.update import Clip, clip_gradients, make_capturable, mark_stepped, restore_settings
 
-_UNKNOWN = ("amsgrad", "maximize", "differentiable")
-"""Settings with which torch's own code is taken."""
+T = TypeVar("T")
+_UNSUPPORTED = ("amsgrad", "maximize", "differentiable")
+"""Settings that the kernel does not support."""
 
 
 def adam_step(
@@ -32,15 +33,15 @@ def adam_step(
     share: Tensor,
     clip: tuple[str, float] | None,
 ) -> AdamStep | None:
-    """The step as the optimiser stands now, with the gradients where they lie now; None where the kernel does not know it.
+    """The step with the present settings and tensors of gradients; None if the kernel does not support the optimiser.
 
-    rates: learning rates of the groups; share: of the weights in their average. Both are read in every step, and so is the
-    optimiser's `found_inf`, where it has one.
+    rates: learning rates of the groups. share: weight of the parameters in their average. Both are read in every step, and so
+    is the optimiser's `found_inf` if it has one.
     """
-    if not _is_known(optimiser):
+    if not _is_supported(optimiser):
         return None
     weights = list(_weights(optimiser, average))
-    if not weights or not all(_can_be_read(weight) for weight in weights):
+    if not weights or not all(_is_contiguous_float32(weight) for weight in weights):
         return None
     if any(number.dtype != torch.float32 for number in (*rates, share)):
         return None
@@ -52,107 +53,120 @@ def adam_step(
         weights,
         groups,
         share=None if average is None else share,
-        found_inf=getattr(optimiser, "found_inf", None),
+        found_inf=_found_inf(optimiser),
         clip=clip,
     )
 
 
-def _is_known(optimiser: torch.optim.Optimizer) -> bool:
-    hooks: Any = (optimiser._optimizer_step_pre_hooks, optimiser._optimizer_step_post_hooks)
+def _found_inf(optimiser: torch.optim.Optimizer) -> Tensor | None:
+    """Tensor that gradient scalers set, 1 if the optimiser must not step; None without a scaler."""
+    found: Tensor | None = getattr(optimiser, "found_inf", None)
+    return found
+
+
+def _is_supported(optimiser: torch.optim.Optimizer) -> bool:
+    hooks = (optimiser._optimizer_step_pre_hooks, optimiser._optimizer_step_post_hooks)
     if any(hooks) or getattr(optimiser, "grad_scale", None) is not None:
         return False
     return type(optimiser) in (torch.optim.Adam, torch.optim.AdamW) and all(
-        not any(group[name] for name in _UNKNOWN) and not any(isinstance(beta, Tensor) for beta in group["betas"])
+        not any(group[name] for name in _UNSUPPORTED) and not any(isinstance(beta, Tensor) for beta in group["betas"])
         for group in optimiser.param_groups
     )
 
 
 def _weights(optimiser: torch.optim.Optimizer, average: WeightAverage | None) -> Iterator[Weight]:
-    """Those that have a gradient or an average."""
-    averages = {} if average is None else {id(weight): of_it for weight, of_it in average.pairs()}
+    """The weights that have a gradient or an average."""
+    averages = {} if average is None else {id(weight): mean for weight, mean in average.pairs()}
     for number, group in enumerate(optimiser.param_groups):
         for parameter in group["params"]:
-            of_it = averages.pop(id(parameter), None)
+            mean = averages.pop(id(parameter), None)
             if parameter.grad is not None:
                 state = optimiser.state[parameter]
-                kept = (state["exp_avg"], state["exp_avg_sq"], state["step"])
-                yield Weight(parameter.detach(), of_it, parameter.grad, *kept, group=number)
-            elif of_it is not None:
-                yield Weight(parameter.detach(), of_it)
-    if average is not None:  # weights that another optimiser has, or none
-        yield from (Weight(w.detach(), of_it) for w, of_it in average.pairs() if id(w) in averages)
+                moments = (state["exp_avg"], state["exp_avg_sq"], state["step"])
+                yield Weight(parameter.detach(), mean, parameter.grad, *moments, group=number)
+            elif mean is not None:
+                yield Weight(parameter.detach(), mean)
+    if average is not None:  # weights of another optimiser, or of none
+        yield from (Weight(w.detach(), mean) for w, mean in average.pairs() if id(w) in averages)
 
 
-def _can_be_read(of: Weight) -> bool:
-    """Whether all of it is float32 on one GPU, in one piece and of one shape."""
-    tensors = [t for t in (of.weight, of.average, of.gradient, of.mean, of.square) if t is not None]
-    alike = all(
+def _is_contiguous_float32(weight: Weight) -> bool:
+    """Whether all tensors are contiguous, float32, of one shape and on one GPU."""
+    like = weight.weight
+    tensors = [t for t in (like, weight.average, weight.gradient, weight.mean, weight.square) if t is not None]
+    same = all(
         t.dtype == torch.float32
         and t.layout == torch.strided
-        and t.shape == of.weight.shape
+        and t.shape == like.shape
         and t.is_contiguous()
-        and t.device == of.weight.device
+        and t.device == like.device
         for t in tensors
     )
-    counts = of.count is None or (of.count.dtype == torch.float32 and of.count.device == of.weight.device)
-    return alike and counts and can_launch(of.weight)
+    count = weight.count
+    return (
+        same and (count is None or (count.dtype == torch.float32 and count.device == like.device)) and can_launch(like)
+    )
 
 
 class CapturedUpdate:
-    """optimiser: its `step` is replaced; one that `why_not_capturable` has nothing against. average: taken along, if any.
-    still: whether gradients lie where they lay in an earlier step; if not they are copied first, so that one graph will do."""
+    """Replaces the `step` of an optimiser that can be captured (`capture_refusal`).
+
+    average: updated with the weights, if any.
+    static_gradients: whether gradients are in the same tensors in every step; if not, they are copied to such tensors first.
+    """
 
     def __init__(
         self,
         optimiser: torch.optim.Optimizer,
         average: WeightAverage | None,
         *,
-        still: Callable[[], bool] = lambda: True,
+        static_gradients: Callable[[], bool] = lambda: True,
     ) -> None:
-        self.optimiser, self.average, self.still = optimiser, average, still
+        self.optimiser, self.average, self.static_gradients = optimiser, average, static_gradients
         self._copies: dict[Tensor, Tensor] = {}
-        """Of gradients that do not lie still, by weight."""
+        """Copies of gradients that are not static, by weight."""
         self.clip: Clip = (None, None)
         parameters = [group["params"][0] for group in optimiser.param_groups]
         self.device = parameters[0].device
         self._rates = [torch.zeros((), dtype=p.dtype, device=self.device) for p in parameters]
         self._share = torch.zeros((), dtype=parameters[0].dtype, device=self.device)
         self._written: list[float | None] = [None] * (len(parameters) + 1)
-        """Of the rates and the share on the device."""
-        self._graphs: dict[Any, tuple[torch.cuda.CUDAGraph, AdamStep | None]] = {}
+        """Present values of the rates and the share on the device."""
+        self._graphs: dict[Hashable, tuple[torch.cuda.CUDAGraph, AdamStep | None]] = {}
         make_capturable(optimiser, self.device)
-        optimiser.step = self.step  # type: ignore[method-assign]
+        vars(optimiser)["step"] = self.step
 
-    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+    def step(self, closure: Callable[[], T] | None = None) -> T | None:
+        """One step, as `torch.optim.Optimizer.step`."""
         result = None
         if closure is not None:
             with torch.enable_grad():
                 result = closure()
-        self.optimiser._opt_called = True  # type: ignore[attr-defined]  # what schedulers look at
+        mark_stepped(self.optimiser)
         if all(p.grad is None for group in self.optimiser.param_groups for p in group["params"]):
-            if self.average is not None:  # a callback took the gradients away: the step counts and changes nothing
+            if self.average is not None:  # a callback removed the gradients: the step counts and changes nothing
                 self.average.next_share()
             return result
         if len(self.optimiser.param_groups) != len(self._rates):
             raise ForgefieldError(
-                "training.engine=graphs: a group of parameters was added to the optimiser during the training, which a "
-                "captured step does not know; use training.engine=compile or eager."
+                "training.engine=graphs: a group of parameters was added to the optimiser during the training, which captured "
+                "steps do not support; use training.engine=compile or eager."
             )
         for number, group in enumerate(self.optimiser.param_groups):
             self._write(number, self._rates[number], group["lr"])
         if self.average is not None:
             self._write(-1, self._share, self.average.next_share())
         if self._has_all_states():
-            if not self.still():
-                self._move_gradients()
+            if not self.static_gradients():
+                self._copy_gradients()
             self._captured().replay()
-        else:  # the optimiser makes its state in its first step
+        else:  # the optimiser creates its state in its first step
             self._first_update()
         return result
 
     @torch.no_grad()
-    def _move_gradients(self) -> None:
-        """To where this object keeps them."""
+    def _copy_gradients(self) -> None:
+        """Copy the gradients to tensors of this object."""
         weights = [p for group in self.optimiser.param_groups for p in group["params"] if p.grad is not None]
         for weight in weights:
             if weight not in self._copies:
@@ -162,10 +176,10 @@ class CapturedUpdate:
         for weight, copy in zip(weights, copies):
             weight.grad = copy
 
-    def _write(self, number: int, place: Tensor, value: float) -> None:
-        """To the device, where it is not there already."""
+    def _write(self, number: int, tensor: Tensor, value: float) -> None:
+        """Set a number on the device if it has changed."""
         if self._written[number] != value:
-            place.fill_(value)
+            tensor.fill_(value)
             self._written[number] = value
 
     def _has_all_states(self) -> bool:
@@ -173,11 +187,11 @@ class CapturedUpdate:
         return all(p in state for group in self.optimiser.param_groups for p in group["params"] if p.grad is not None)
 
     def _first_update(self) -> None:
-        """By the optimiser as it was given, whose step counts are exact from the beginning."""
-        make_plain(self.optimiser)
+        """The first step, not captured; its step counts are exact."""
+        restore_settings(self.optimiser)
         self._update([group["lr"] for group in self.optimiser.param_groups])
         make_capturable(self.optimiser, self.device)
-        self._graphs.clear()  # they count steps where no optimiser looks any more
+        self._graphs.clear()  # they refer to step counts that have been replaced
 
     def _captured(self) -> torch.cuda.CUDAGraph:
         settings = self._settings()
@@ -200,7 +214,7 @@ class CapturedUpdate:
         return adam_step(self.optimiser, self._rates, self.average, self._share, clip)
 
     @torch.no_grad()
-    def _update(self, rates: Sequence[Any]) -> None:
+    def _update(self, rates: Sequence[float | Tensor]) -> None:
         """rates: the learning rate of each group."""
         groups = self.optimiser.param_groups
         parameters = [p for group in groups for p in group["params"] if p.grad is not None]
@@ -208,15 +222,15 @@ class CapturedUpdate:
         with replaced_learning_rates(self.optimiser, rates):
             type(self.optimiser).step(self.optimiser)
         if self.average is not None:
-            found = getattr(self.optimiser, "found_inf", None)  # 1 where the optimiser is told not to step
-            self.average.take_in(self._share if found is None else self._share * (1.0 - found))
+            found_inf = _found_inf(self.optimiser)
+            self.average.update_with_share(self._share if found_inf is None else self._share * (1.0 - found_inf))
 
-    def _settings(self) -> Any:
-        """Everything that is baked into a graph: settings, and where gradients lie (elsewhere for each size of a step)."""
-        found = getattr(self.optimiser, "found_inf", None)
+    def _settings(self) -> Hashable:
+        """Everything that is constant in a graph: settings, and addresses of gradients, which differ between sizes of steps."""
+        found_inf = _found_inf(self.optimiser)
         groups = self.optimiser.param_groups
         settings = tuple(
             (key, str(value)) for group in groups for key, value in group.items() if key not in ("params", "lr")
         )
-        places = tuple(None if p.grad is None else p.grad.data_ptr() for group in groups for p in group["params"])
-        return settings, places, self.clip, None if found is None else found.data_ptr()
+        addresses = tuple(None if p.grad is None else p.grad.data_ptr() for group in groups for p in group["params"])
+        return settings, addresses, self.clip, None if found_inf is None else found_inf.data_ptr()

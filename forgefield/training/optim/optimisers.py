@@ -1,12 +1,16 @@
-"""Optimisers and learning-rate schedulers by name: any of torch's, those of `schedules`, or the user's own by import path."""
+"""Optimisers and learning-rate schedulers by name: those of torch, those of `schedules`, or user-defined ones by import
+path."""
 
 from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Mapping
-from typing import Any
+from types import ModuleType
+from typing import Any, TypedDict, TypeVar
 
 import torch
+from torch import Tensor
+from torch.optim.lr_scheduler import CosineAnnealingLR, LRScheduler, ReduceLROnPlateau
 
 from forgefield.config.components import check_signature, import_class
 from forgefield.config.nearest import did_you_mean
@@ -14,24 +18,39 @@ from forgefield.config.trust import CONFIG
 from forgefield.errors import ForgefieldError
 from forgefield.training.optim.schedules import SCHEDULES, StepSchedule
 
+Spec = str | Mapping[str, Any]
+"""The setting of an optimiser or scheduler: a name, an import path, or {name: ..., option: value}."""
+Parameters = list[torch.nn.Parameter] | list[dict[str, Any]]
+"""Parameters, or groups of parameters with a learning rate for each."""
+T = TypeVar("T")
 
-def build_optimiser(
-    spec: Any, parameters: list[torch.nn.Parameter] | list[dict[str, Any]], *, lr: float
-) -> torch.optim.Optimizer:
-    """spec: a name, an import path, or {name: ..., option: value}. parameters: or groups of them, each with its rate."""
+
+class SchedulerDescription(TypedDict):
+    """A scheduler of learning rates, as Lightning describes it."""
+
+    scheduler: LRScheduler
+    interval: str
+    frequency: int
+    monitor: str
+    strict: bool
+
+
+def build_optimiser(spec: Spec, parameters: Parameters, *, lr: float) -> torch.optim.Optimizer:
+    """The optimiser that `training.optimizer` describes."""
     name, options = _name_and_options(spec, "training.optimizer")
     cls = _find(torch.optim, name, torch.optim.Optimizer, "training.optimizer")
+    build: Callable[..., torch.optim.Optimizer] = cls
     if "lr" in options:
-        raise ForgefieldError("training.optimizer.lr: set the learning rate with training.lr, in one place.")
+        raise ForgefieldError("training.optimizer.lr: set the learning rate with training.lr instead.")
     check_signature(cls, options, where="training.optimizer")
     try:
-        return cls(parameters, lr=lr, **options)
+        return build(parameters, lr=lr, **options)
     except (TypeError, ValueError) as error:
         raise ForgefieldError(f"training.optimizer: {cls.__name__} cannot be built: {error}.") from error
 
 
 def build_scheduler(
-    spec: Any,
+    spec: Spec,
     optimiser: torch.optim.Optimizer,
     *,
     monitor: str,
@@ -39,23 +58,22 @@ def build_scheduler(
     epochs: int,
     steps: Callable[[], int],
     lr_factor: float = 1.0,
-) -> dict[str, Any]:
-    """Lightning's description of a scheduler. spec may hold `interval: epoch | step` beside the scheduler's options.
+) -> SchedulerDescription:
+    """The scheduler that `training.scheduler` describes.
 
-    epochs, steps(): length of the run, -1 where it has no limit; `CosineAnnealingLR` and the schedules by step take their T_max
-    from it if not told.
-    lr_factor: multiplies every option that is itself a learning rate, as it does the optimiser's.
+    spec: may contain `interval: epoch | step` in addition to the options of the scheduler.
+    epochs, steps(): length of the run, -1 without limit; the default of T_max.
+    lr_factor: factor of options that are learning rates.
     """
     name, options = _name_and_options(spec, "training.scheduler")
-    base = torch.optim.lr_scheduler.LRScheduler
-    cls = _find(torch.optim.lr_scheduler, name, base, "training.scheduler", SCHEDULES)
+    cls = _find(torch.optim.lr_scheduler, name, LRScheduler, "training.scheduler", SCHEDULES)
     by_step = issubclass(cls, StepSchedule)
     interval = options.pop("interval", "step" if by_step else "epoch")
     if interval not in (("step",) if by_step else ("epoch", "step")):
         valid = "step" if by_step else "epoch or step"
-        raise ForgefieldError(f"training.scheduler.interval is {valid} for {name}, not '{interval}'.")
+        raise ForgefieldError(f"training.scheduler.interval must be {valid} for {name}, not '{interval}'.")
     check_signature(cls, options, where="training.scheduler", supplied=("optimizer",))
-    if (by_step or cls is torch.optim.lr_scheduler.CosineAnnealingLR) and "T_max" not in options:
+    if (by_step or cls is CosineAnnealingLR) and "T_max" not in options:
         options["T_max"] = _length(interval, epochs, steps)
     options = {key: _scaled(item, lr_factor) if key in _RATES else item for key, item in options.items()}
     if not by_step:
@@ -64,28 +82,31 @@ def build_scheduler(
         scheduler = cls(optimiser, **options)
     except (TypeError, ValueError) as error:
         raise ForgefieldError(f"training.scheduler: {cls.__name__} cannot be built: {error}.") from error
-    plateau = isinstance(scheduler, torch.optim.lr_scheduler.ReduceLROnPlateau)
+    plateau = isinstance(scheduler, ReduceLROnPlateau)
     if plateau and interval == "step":
-        raise ForgefieldError("training.scheduler: ReduceLROnPlateau follows validations; use interval: epoch.")
-    # A plateau scheduler is stepped with each validation, not with a stale value between two of them.
+        raise ForgefieldError(
+            "training.scheduler: ReduceLROnPlateau needs results of validations; use interval: epoch."
+        )
+    # A plateau scheduler is stepped after each validation.
     frequency = validate_every if plateau else 1
     return {"scheduler": scheduler, "interval": interval, "frequency": frequency, "monitor": monitor, "strict": True}
 
 
-def fit_length(scheduler: Any, length: int, *, in_proportion: bool) -> None:
-    """Make a loaded schedule that is as long as the run end with it, where the run has another number of steps or epochs now.
+def fit_length(scheduler: LRScheduler, length: int, *, in_proportion: bool) -> None:
+    """Adapt a restored schedule over the length of the run to a new number of steps or epochs, `length`.
 
-    in_proportion: steps are larger or smaller than before (another number of ranks), so the schedule resumes at the same share
-    of its length; otherwise the run was made longer or shorter, and the schedule resumes at the same step of the new curve.
+    in_proportion: batches are larger or smaller than before (another number of ranks), so the schedule resumes at the same
+    fraction of its length; otherwise the run was made longer or shorter, and the schedule resumes at the same step of the new
+    curve.
     """
-    if isinstance(scheduler, StepSchedule):  # which takes its new length when it is loaded
+    if isinstance(scheduler, StepSchedule):  # it gets its new length when it is loaded
         if in_proportion:
             scheduler.fit(length)
-    elif scheduler.T_max != length:
+    elif isinstance(scheduler, CosineAnnealingLR) and scheduler.T_max != length:
         if in_proportion:
             scheduler.last_epoch = round(scheduler.last_epoch * length / scheduler.T_max)
         scheduler.T_max = length
-        # torch computes each rate from the one before it: at the end of the old curve that would be zero for ever.
+        # torch computes each rate from the previous one, which is zero at the end of the old curve.
         scheduler._last_lr = scheduler._get_closed_form_lr()
         for group, rate in zip(scheduler.optimizer.param_groups, scheduler._last_lr):
             group["lr"] = rate
@@ -94,41 +115,39 @@ def fit_length(scheduler: Any, length: int, *, in_proportion: bool) -> None:
 class ManualSchedule:
     """Steps the scheduler of a training with manual optimisation as Lightning would with automatic optimisation.
 
-    schedule: Lightning's description of the scheduler, as `build_scheduler` returns it, or None.
+    schedule: from `build_scheduler`, or None.
     """
 
-    def __init__(self, optimiser: torch.optim.Optimizer, schedule: Mapping[str, Any] | None, monitor: str) -> None:
+    def __init__(self, optimiser: torch.optim.Optimizer, schedule: SchedulerDescription | None, monitor: str) -> None:
         self.optimiser, self.monitor = optimiser, monitor
-        self.scheduler: Any = None if schedule is None else schedule["scheduler"]
+        self.scheduler = None if schedule is None else schedule["scheduler"]
         self.by_step = schedule is not None and schedule["interval"] == "step"
 
     def next_rates(self) -> list[float]:
         """Learning rates of the next step, one for each parameter group; schedules by step are advanced after it."""
         rates = [float(group["lr"]) for group in self.optimiser.param_groups]
-        if self.by_step:
+        if self.scheduler is not None and self.by_step:
             self.scheduler.step()
         return rates
 
-    def end_epoch(self, metrics: Mapping[str, Any]) -> None:
-        """metrics: those of the training so far, of which a plateau scheduler reads `monitor`."""
+    def end_epoch(self, metrics: Mapping[str, Tensor]) -> None:
+        """metrics: values so far, of which a plateau scheduler reads `monitor`."""
         if self.scheduler is None or self.by_step:
             return
-        if not self._is_plateau:
+        if isinstance(self.scheduler, ReduceLROnPlateau):
+            if self.monitor.startswith("train/"):
+                self._step_plateau(self.scheduler, metrics)
+        else:
             self.scheduler.step()
-        elif self.monitor.startswith("train/"):
-            self._step_plateau(metrics)
 
-    def end_validation(self, metrics: Mapping[str, Any]) -> None:
-        if self._is_plateau and not self.monitor.startswith("train/"):
-            self._step_plateau(metrics)
+    def end_validation(self, metrics: Mapping[str, Tensor]) -> None:
+        """metrics: as in `end_epoch`."""
+        if isinstance(self.scheduler, ReduceLROnPlateau) and not self.monitor.startswith("train/"):
+            self._step_plateau(self.scheduler, metrics)
 
-    @property
-    def _is_plateau(self) -> bool:
-        return isinstance(self.scheduler, torch.optim.lr_scheduler.ReduceLROnPlateau)
-
-    def _step_plateau(self, metrics: Mapping[str, Any]) -> None:
+    def _step_plateau(self, scheduler: ReduceLROnPlateau, metrics: Mapping[str, Tensor]) -> None:
         if (value := metrics.get(self.monitor)) is not None:
-            self.scheduler.step(float(value))
+            scheduler.step(float(value))
 
 
 _RATES = ("eta_min", "min_lr", "max_lr", "base_lr", "stop_lr")
@@ -145,11 +164,11 @@ _STORED_RATES = (
     "max_lrs",
     "stop_lr",
 )
-"""The same as torch stores them in the state of optimisers and schedulers."""
+"""Learning rates in the state of optimisers and schedulers, by torch's names."""
 
 
 def rescale_learning_rates(checkpoint: dict[str, Any], ratio: float) -> None:
-    """Multiply every learning rate that a checkpoint holds: the run goes on with another factor than it was saved with."""
+    """Multiply every learning rate in a checkpoint by `ratio`: the run resumes with another factor of learning rates."""
     if ratio == 1.0:
         return
     groups = [group for state in checkpoint["optimizer_states"] for group in state["param_groups"]]
@@ -159,21 +178,20 @@ def rescale_learning_rates(checkpoint: dict[str, Any], ratio: float) -> None:
                 holder[key] = _scaled(holder[key], ratio)
 
 
-def _for_groups(key: str, value: Any, optimiser: torch.optim.Optimizer) -> Any:
-    """A rate that a scheduler is told, for each group of parameters by its factor."""
+def _for_groups(key: str, value: T, optimiser: torch.optim.Optimizer) -> T | list[float]:
+    """An option of a scheduler; a learning rate as a list of rates if groups of parameters have different factors."""
     factors = [group.get("factor", 1.0) for group in optimiser.param_groups]
-    if key not in _RATES or isinstance(value, (list, tuple)) or not value or all(factor == 1.0 for factor in factors):
+    if key not in _RATES or not isinstance(value, (int, float)) or not value or all(f == 1.0 for f in factors):
         return value
     if key == "eta_min":
         raise ForgefieldError(
-            "training.scheduler.eta_min is one rate for all parameters, and training.lr_groups or training.weighting.lr gives "
-            "them several; use "
-            "{name: cosine_to, stop_lr: ...}, whose last rate follows the groups."
+            "training.scheduler.eta_min is one rate for all parameters, but training.lr_groups or training.weighting.lr sets "
+            "several; use {name: cosine_to, stop_lr: ...}, whose last rate is multiplied by the factors of the groups."
         )
     return [value * factor for factor in factors]
 
 
-def _scaled(value: Any, factor: float) -> Any:
+def _scaled(value: Any, factor: float) -> Any:  # rates, lists and tuples of them, or None
     if value is None:
         return None
     if isinstance(value, (list, tuple)):
@@ -183,12 +201,12 @@ def _scaled(value: Any, factor: float) -> Any:
 
 def _length(interval: str, epochs: int, steps: Callable[[], int]) -> int:
     length = epochs if interval == "epoch" else steps()
-    if length is None or length <= 0:
+    if length <= 0:
         raise ForgefieldError(f"training.scheduler: the run has no fixed number of {interval}s; set T_max.")
     return int(length)
 
 
-def _name_and_options(spec: Any, where: str) -> tuple[str, dict[str, Any]]:
+def _name_and_options(spec: Spec, where: str) -> tuple[str, dict[str, Any]]:
     if isinstance(spec, str):
         return spec, {}
     options = dict(spec)
@@ -197,21 +215,26 @@ def _name_and_options(spec: Any, where: str) -> tuple[str, dict[str, Any]]:
     return str(options.pop("name")), options
 
 
-def _find(module: Any, name: str, base: type, where: str, own: Mapping[str, type] | None = None) -> type:
-    """A class of `module` or one of our `own` by name, whatever the case, or of any module by import path."""
+def _find(
+    module: ModuleType, name: str, base: type[T], where: str, additional: Mapping[str, type[T]] | None = None
+) -> type[T]:
+    """A class of `module` or of `additional` by its name in any case, or a class by import path."""
     if "." in name:
-        return import_class(name, base, where=where, trust=CONFIG)
-    known = {
+        found: type[T] = import_class(name, base, where=where, trust=CONFIG)
+        return found
+    classes = {
         key.lower(): value
         for key, value in vars(module).items()
         if inspect.isclass(value) and issubclass(value, base) and value is not base and not key.startswith("_")
     }
-    own = own or {}
-    if name.lower() in own:
-        return own[name.lower()]
+    additional = additional or {}
+    if name.lower() in additional:
+        return additional[name.lower()]
     aliases = {"plateau": "reducelronplateau", "cosine": "cosineannealinglr"}
     key = aliases.get(name.lower(), name.lower())
-    if key not in known:
-        names = [*own, *sorted(value.__name__ for value in known.values())]
-        raise ForgefieldError(f"{where}: there is no '{name}'.{did_you_mean(name, names)} Known: {', '.join(names)}.")
-    return known[key]
+    if key not in classes:
+        names = [*additional, *sorted(value.__name__ for value in classes.values())]
+        raise ForgefieldError(
+            f"{where}: unknown name '{name}'.{did_you_mean(name, names)} Available: {', '.join(names)}."
+        )
+    return classes[key]

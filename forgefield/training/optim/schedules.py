@@ -1,7 +1,7 @@
 """Learning rates as a function of the step number: exponential, cosine, and warm-up, stable, decay.
 
-The three schedules of DeePMD-kit, with its names and options. Each rate is computed from the step number alone, never from
-the rate before it, so a resumed run takes exactly the same rates. Step 0 has the optimiser's rate (without a warm-up),
+These are the three schedules of DeePMD-kit, with its names and options. Each rate is computed from the step number alone, not
+from the previous rate, so that a resumed run has exactly the same rates. Step 0 has the optimiser's rate (without a warm-up),
 step `T_max` exactly the last one.
 """
 
@@ -43,7 +43,7 @@ def relative_learning_rate(optimiser: torch.optim.Optimizer, initial: float) -> 
 
 @contextmanager
 def replaced_learning_rates(optimiser: torch.optim.Optimizer, rates: Sequence[float | Tensor]) -> Iterator[None]:
-    """Inside the block each parameter group has the given rate. rates: one for each group, also on the device."""
+    """Inside the block parameter groups have these rates, one for each group; a rate may be a tensor on the device."""
     groups = optimiser.param_groups
     before = [group["lr"] for group in groups]
     for group, rate in zip(groups, rates):
@@ -56,20 +56,20 @@ def replaced_learning_rates(optimiser: torch.optim.Optimizer, rates: Sequence[fl
 
 
 TINY = 1e-10
-"""A decay towards zero is computed as one towards this rate; an exponential never gets to zero."""
+"""Last rate of an exponential decay to zero."""
 DECAYS = ("inverse_linear", "cosine", "linear")
 
 
 class StepSchedule(LRScheduler, ABC):
-    """What the schedules have in common: their length, the last rate and the warm-up.
+    """Base class of the schedules: length, last rate and warm-up.
 
-    optimizer:           its rates are those after the warm-up.
-    T_max:               steps of the whole schedule, the warm-up included.
-    stop_lr:             rate at step `T_max` and after it; or
-    stop_lr_ratio:       the same as a share of the optimiser's rate.
-    warmup_steps:        the rate first grows linearly for so many steps; or
-    warmup_ratio:        for this share of `T_max`.
-    warmup_start_factor: with what share of the optimiser's rate the warm-up begins.
+    optimizer: its rates are those after the warm-up.
+    T_max: number of steps of the schedule, the warm-up included.
+    stop_lr: rate at step `T_max` and after it; or
+    stop_lr_ratio: the same as a fraction of the optimiser's rate.
+    warmup_steps: number of steps in which the rate grows linearly; or
+    warmup_ratio: the same as a fraction of `T_max`.
+    warmup_start_factor: first rate of the warm-up as a fraction of the optimiser's rate.
     """
 
     def __init__(
@@ -95,7 +95,7 @@ class StepSchedule(LRScheduler, ABC):
         return {key: value for key, value in super().state_dict().items() if key != "_length_before"}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Go on at the step of the stored schedule. Where the run is now longer or shorter, so is the schedule."""
+        """Resume at the step of the stored schedule, with the length of the present run."""
         length = self.T_max
         super().load_state_dict(state_dict)
         self._length_before, self.T_max = self.T_max, length
@@ -103,7 +103,7 @@ class StepSchedule(LRScheduler, ABC):
             self._apply()
 
     def fit(self, length: int) -> None:
-        """Of a loaded schedule: be so many steps long, at the same share of the way as before."""
+        """Change the length of a loaded schedule, and resume at the same fraction of it."""
         before = self.T_max if self._length_before is None else self._length_before
         if before != length:
             self.last_epoch = round(self.last_epoch * length / before)
@@ -133,8 +133,8 @@ class StepSchedule(LRScheduler, ABC):
         ]
 
     def rate(self, step: int, *, start: float, factor: float = 1.0) -> float:
-        """The rate of one step, counted from 0, where the optimiser was given the rate `start`, `factor` times that of other
-        parameters; so is the last rate."""
+        """The rate of a step, counted from 0. start: the optimiser's rate. factor: of the group of parameters, for
+        `stop_lr`."""
         if step < self.warmup:
             first = self.warmup_start_factor * start
             return first + (start - first) * (step / self.warmup)
@@ -150,29 +150,29 @@ class StepSchedule(LRScheduler, ABC):
         """The rate `step` steps after the warm-up."""
 
     def _check(self, starts: list[float]) -> None:
-        _whole("T_max", self.T_max, at_least=1)
+        _check_integer("T_max", self.T_max, at_least=1)
         if (self.stop_lr is None) == (self.stop_lr_ratio is None):
             raise ValueError("it needs either stop_lr or stop_lr_ratio")
         if self.warmup_steps and self.warmup_ratio is not None:
-            raise ValueError("warmup_steps and warmup_ratio say the same thing; keep one")
+            raise ValueError("warmup_steps and warmup_ratio cannot be combined; set one of them")
         if self.warmup_ratio is not None:
-            _within("warmup_ratio", self.warmup_ratio, 0, 1)
+            _check_range("warmup_ratio", self.warmup_ratio, 0, 1)
         else:
-            _whole("warmup_steps", self.warmup_steps, at_least=0)
-        _within("warmup_start_factor", self.warmup_start_factor, 0, 1)
+            _check_integer("warmup_steps", self.warmup_steps, at_least=0)
+        _check_range("warmup_start_factor", self.warmup_start_factor, 0, 1)
         if not self.warmup < self.T_max:
             raise ValueError(f"a warm-up of {self.warmup} steps leaves nothing of the {self.T_max} steps of the run")
         if self.stop_lr_ratio is not None:
-            _within("stop_lr_ratio", self.stop_lr_ratio, 0, 1)
+            _check_range("stop_lr_ratio", self.stop_lr_ratio, 0, 1)
         else:
-            _within("stop_lr", self.stop_lr, 0, min(map(float, starts)))
+            _check_range("stop_lr", self.stop_lr, 0, min(map(float, starts)))
 
 
 class ExponentialTo(StepSchedule):
-    """start * r^(t/s), every s = `decay_steps` steps or, if `smooth`, at every step; r is such that the last rate is reached.
+    """start * r^(t/s), changed every s = `decay_steps` steps or, if `smooth`, in every step; r follows from the last rate.
 
-    Where `decay_steps` is not shorter than what there is to decay in, it becomes 100, or about a hundredth in runs of up to a
-    thousand steps (as in DeePMD-kit). A `decay_rate` that is given is r; the last rate is then only a lower bound.
+    A `decay_steps` that is not shorter than the schedule becomes 100, or about a hundredth of the schedule in runs of up to a
+    thousand steps (as in DeePMD-kit). decay_rate: r; the last rate is then only a lower bound.
     """
 
     def __init__(
@@ -189,9 +189,9 @@ class ExponentialTo(StepSchedule):
         warmup_ratio: float | None = None,
         warmup_start_factor: float = 0.0,
     ) -> None:
-        _whole("decay_steps", decay_steps, at_least=1)
+        _check_integer("decay_steps", decay_steps, at_least=1)
         if decay_rate is not None and not 0 < decay_rate <= 1:
-            raise ValueError(f"decay_rate is a number above 0 and at most 1, not {decay_rate}")
+            raise ValueError(f"decay_rate must be above 0 and at most 1, not {decay_rate}")
         self.decay_steps, self.decay_rate, self.smooth = decay_steps, decay_rate, bool(smooth)
         super().__init__(
             optimizer,
@@ -211,14 +211,14 @@ class ExponentialTo(StepSchedule):
         return 100 if self.rest // 10 > 100 else self.rest // 100 + 1
 
     def decayed(self, step: int, start: float, stop: float) -> float:
-        turns = step / self.period if self.smooth else step // self.period
+        exponent = step / self.period if self.smooth else step // self.period
         if self.decay_rate is not None:
-            return max(start * self.decay_rate**turns, stop)
-        last = min(max(stop, TINY), start)  # a decay never rises, however small the first rate is
+            return max(start * self.decay_rate**exponent, stop)
+        last = min(max(stop, TINY), start)  # rates never grow, even if the first one is tiny
         if step == self.rest and (self.smooth or step % self.period == 0):
             return last
         rate = math.exp(math.log(last / start) / (self.rest / self.period))
-        return max(start * rate**turns, stop)
+        return max(start * rate**exponent, stop)
 
 
 class CosineTo(StepSchedule):
@@ -248,9 +248,9 @@ class WarmupStableDecay(StepSchedule):
         warmup_start_factor: float = 0.0,
     ) -> None:
         if not 0 < decay_phase_ratio <= 1:
-            raise ValueError(f"decay_phase_ratio is a number above 0 and at most 1, not {decay_phase_ratio}")
+            raise ValueError(f"decay_phase_ratio must be above 0 and at most 1, not {decay_phase_ratio}")
         if decay_type not in DECAYS:
-            raise ValueError(f"decay_type is {', '.join(DECAYS[:-1])} or {DECAYS[-1]}, not {decay_type!r}")
+            raise ValueError(f"decay_type must be {', '.join(DECAYS[:-1])} or {DECAYS[-1]}, not {decay_type!r}")
         self.decay_phase_ratio, self.decay_type = decay_phase_ratio, decay_type
         super().__init__(
             optimizer,
@@ -279,22 +279,22 @@ class WarmupStableDecay(StepSchedule):
     def _check(self, starts: list[float]) -> None:
         super()._check(starts)
         if any(self.stop(float(start)) <= 0 for start in starts):
-            raise ValueError("the last rate of this schedule is positive; set stop_lr or stop_lr_ratio above 0")
+            raise ValueError("the last rate of this schedule must be positive; set stop_lr or stop_lr_ratio above 0")
 
 
 SCHEDULES: dict[str, type[StepSchedule]] = {"exp": ExponentialTo, "cosine_to": CosineTo, "wsd": WarmupStableDecay}
-"""By their names in `training.scheduler`."""
+"""Schedules by their names in `training.scheduler`."""
 
 
 def _cosine(done: float, start: float, stop: float) -> float:
     return stop + (start - stop) * 0.5 * (1 + math.cos(math.pi * done))
 
 
-def _whole(name: str, value: Any, *, at_least: int) -> None:
+def _check_integer(name: str, value: object, *, at_least: int) -> None:
     if isinstance(value, bool) or not isinstance(value, int) or value < at_least:
-        raise ValueError(f"{name} is a whole number from {at_least}, not {value!r}")
+        raise ValueError(f"{name} must be an integer of at least {at_least}, not {value!r}")
 
 
-def _within(name: str, value: Any, low: float, high: float) -> None:
+def _check_range(name: str, value: object, low: float, high: float) -> None:
     if isinstance(value, bool) or not isinstance(value, (int, float)) or not low <= value <= high:
-        raise ValueError(f"{name} should lie between {low:g} and {high:g}, it is {value!r}")
+        raise ValueError(f"{name} must be between {low:g} and {high:g}, not {value!r}")

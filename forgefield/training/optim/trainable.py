@@ -1,7 +1,8 @@
-"""Which weights are trained and how fast: frozen parts, learning rates by part, and low-rank changes of frozen matrices (LoRA).
+"""Which weights are trained and how fast: frozen parameters, learning rates of groups, and low-rank adaptation (LoRA).
 
-Parts are named by patterns of parameter names as `state_dict` has them: `model.*` is the encoder, `heads.of_gap.*` a head. A
-pattern without a star means the parameter of that name and all below it. One that matches nothing is refused.
+Parameters are selected by patterns of their names in `state_dict`: `model.*` is the encoder, `heads.of_gap.*` a head. A pattern
+without a star matches the parameter of that name, or all parameters of the module of that name. A pattern without any match is
+an error.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ _LOW_RANK = ".parametrizations."
 
 
 def freeze(module: nn.Module, patterns: Sequence[str]) -> list[str]:
-    """Take the gradient from all parameters that match. Returns their names."""
+    """Freeze all parameters that match a pattern, and return their names."""
     names = [name for name, parameter in module.named_parameters() if parameter.requires_grad]
     frozen = [name for pattern in patterns for name in _matching(pattern, names, "training.freeze")]
     for name, parameter in module.named_parameters():
@@ -35,71 +36,76 @@ def freeze(module: nn.Module, patterns: Sequence[str]) -> list[str]:
 
 
 def require_trained(module: nn.Module) -> None:
+    """Raise ForgefieldError if no parameter is trained."""
     if not any(parameter.requires_grad for parameter in module.parameters()):
         raise ForgefieldError(
-            "training.freeze matches every parameter, so nothing would be trained; leave out what is to learn, such as heads.*."
+            "training.freeze matches every parameter, so nothing would be trained; exclude some parameters, such as heads.*."
         )
 
 
 def choose_trained(
     module: nn.Module, training: TrainingOptions, notify: Callable[[str], None] = lambda text: None
 ) -> None:
-    """Apply `training.freeze` and `training.lora` to a model, and say how much of it is trained. training: that section."""
+    """Apply `training.freeze` and `training.lora` to a model, and report the number of trained parameters."""
     lora = training.lora
     frozen = freeze(module, training.freeze) if training.freeze else []
     if lora is not None:
         changed = add_low_rank(module, rank=lora.rank, alpha=lora.alpha, targets=lora.targets)
         notify(
-            f"training.lora: changes of rank {lora.rank} of {len(changed)} matrices are trained, the matrices are not."
+            f"training.lora: changes of rank {lora.rank} of {len(changed)} matrices are trained instead of the matrices."
         )
     if training.freeze or lora is not None:
         require_trained(module)
         counts = [p.numel() for p in module.parameters() if p.requires_grad]
-        notify(f"{sum(counts)} parameters are trained; frozen: {len(frozen)} tensors, named by training.freeze.")
+        notify(f"{sum(counts)} parameters are trained; {len(frozen)} tensors are frozen by training.freeze.")
 
 
 def parameter_groups(module: nn.Module, factors: Mapping[str, float], lr: float) -> list[dict[str, Any]]:
-    """Groups for an optimiser: trained parameters with `lr` times the factor of the first pattern that they match, and `factor`
-    itself. Those that match none come first."""
+    """Groups of trained parameters for an optimiser, each with its rate `lr` and `factor`.
+
+    factors: of the learning rate, by pattern; the first match counts. Parameters without a match are the first group.
+    """
     trained = {name: p for name, p in module.named_parameters() if p.requires_grad}
-    plain = {name: plain_name(name) for name in trained}
-    left, groups = list(trained), []
+    original = {name: original_name(name) for name in trained}
+    remaining, groups = list(trained), []
     for pattern, factor in factors.items():
-        known = _matching(pattern, list(plain.values()), "training.lr_groups")
-        chosen = [name for name in left if plain[name] in known]
+        matches = _matching(pattern, list(original.values()), "training.lr_groups")
+        chosen = [name for name in remaining if original[name] in matches]
         if not chosen:
             raise ForgefieldError(
-                f"training.lr_groups.{pattern}: a pattern before it names all that it matches; put the narrower one first."
+                f"training.lr_groups.{pattern}: everything that it matches is matched by an earlier pattern; put the more "
+                "specific one first."
             )
-        left = [name for name in left if name not in chosen]
+        remaining = [name for name in remaining if name not in chosen]
         groups.append({"params": [trained[name] for name in chosen], "lr": lr * factor, "factor": float(factor)})
-    rest = [{"params": [trained[name] for name in left], "lr": lr, "factor": 1.0}] if left else []
-    return rest + groups
+    others = [{"params": [trained[name] for name in remaining], "lr": lr, "factor": 1.0}] if remaining else []
+    return others + groups
 
 
-def plain_name(name: str) -> str:
-    """Of a parameter, without what a low-rank change adds to it."""
-    before, found, after = name.partition(_LOW_RANK)
-    return f"{before}.{after.split('.')[0]}" if found else name
+def original_name(name: str) -> str:
+    """The name of a parameter without low-rank adaptation."""
+    module, separator, parameter = name.partition(_LOW_RANK)
+    return f"{module}.{parameter.split('.')[0]}" if separator else name
 
 
 def _matching(pattern: str, names: Sequence[str], setting: str) -> list[str]:
-    found = [name for name in names if fnmatchcase(name, pattern) or name.startswith(f"{pattern}.")]
-    if not found:
-        parts = sorted({name.rsplit(".", depth)[0] for name in names for depth in range(name.count(".") + 1)})
-        hint = did_you_mean(pattern, parts) or f" It has: {', '.join(_top(names))}."
+    """Names that match. Raises ForgefieldError if there is none."""
+    if not (matches := _select(pattern, names)):
+        prefixes = sorted({name.rsplit(".", depth)[0] for name in names for depth in range(name.count(".") + 1)})
+        modules = dict.fromkeys(".".join(name.split(".")[:2]) for name in names)
+        hint = did_you_mean(pattern, prefixes) or f" It has: {', '.join(modules)}."
         raise ForgefieldError(f"{setting}: no trained parameter of the model matches '{pattern}'.{hint}")
-    return found
+    return matches
 
 
-def _top(names: Sequence[str]) -> list[str]:
-    return list(dict.fromkeys(".".join(name.split(".")[:2]) for name in names))
+def _select(pattern: str, names: Sequence[str]) -> list[str]:
+    return [name for name in names if fnmatchcase(name, pattern) or name.startswith(f"{pattern}.")]
 
 
 class LowRank(nn.Module):
-    """matrix + factor * down @ up, with `down` (n_in, rank) and `up` (rank, n_out); it starts as the matrix itself.
+    """matrix + factor * down @ up, with `down` (n_in, rank) and `up` (rank, n_out), which is initially zero.
 
-    Of a stack of matrices (..., n_in, n_out) each has a change of its own.
+    Every matrix of a stack (..., n_in, n_out) has its own change.
     """
 
     def __init__(self, name: str, matrix: Tensor, rank: int, factor: float) -> None:
@@ -116,9 +122,10 @@ class LowRank(nn.Module):
 
 
 def add_low_rank(module: nn.Module, *, rank: int, alpha: float | None, targets: Sequence[str] | None) -> list[str]:
-    """Freeze the matrices that match and train a change of that rank for each. Returns their names.
+    """Freeze the matrices that match, train a low-rank change of each, and return their names.
 
-    alpha: the change is multiplied by alpha / rank; None: by one. targets: patterns; None: all matrices of the encoder.
+    alpha: changes are multiplied by alpha / rank; None: by one.
+    targets: patterns; None for all matrices of the encoder.
     """
     matrices = {name: p for name, p in _all_matrices(module) if min(p.shape[-2:]) > rank}
     chosen = list(dict.fromkeys(n for t in targets or ["model.*"] for n in _matrices(t, list(matrices), rank)))
@@ -132,7 +139,7 @@ def add_low_rank(module: nn.Module, *, rank: int, alpha: float | None, targets: 
 
 
 def _all_matrices(module: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
-    """Parameters that are matrices or stacks of them; biases of networks that stand side by side are neither."""
+    """Parameters that are matrices or stacks of matrices, without stacks of bias vectors."""
     for name, parameter in module.named_parameters():
         owner_name, _, attribute = name.rpartition(".")
         owner = module.get_submodule(owner_name)
@@ -142,24 +149,22 @@ def _all_matrices(module: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
 
 
 def _matrices(pattern: str, names: Sequence[str], rank: int) -> list[str]:
-    found = [name for name in names if fnmatchcase(name, pattern) or name.startswith(f"{pattern}.")]
-    if not found:
-        hint = did_you_mean(pattern, names) or f" There are: {', '.join(names[:12]) or 'none'}."
+    if not (matches := _select(pattern, names)):
+        hint = did_you_mean(pattern, names) or f" Available: {', '.join(names[:12]) or 'none'}."
         raise ForgefieldError(
             f"training.lora.targets: no weight matrix of the model that is larger than rank {rank} matches '{pattern}'.{hint}"
         )
-    return found
+    return matches
 
 
-def plain_state(module: nn.Module) -> dict[str, Tensor]:
-    """The state dict with low-rank changes added to their matrices: what the same module without them would have."""
-    state = module.state_dict()
+def merged_state(module: nn.Module) -> dict[str, Tensor]:
+    """The state dict with low-rank changes added to their matrices: that of the same module without them."""
     result: dict[str, Tensor] = {}
-    for name, tensor in state.items():
-        plain = plain_name(name)
-        if plain == name:
+    for name, tensor in module.state_dict().items():
+        original = original_name(name)
+        if original == name:
             result[name] = tensor
-        elif plain not in result:
-            owner, _, attribute = plain.rpartition(".")
-            result[plain] = getattr(module.get_submodule(owner), attribute).detach()
+        elif original not in result:
+            owner, _, attribute = original.rpartition(".")
+            result[original] = getattr(module.get_submodule(owner), attribute).detach()
     return result

@@ -1,8 +1,8 @@
 """The update after the gradient of a step: averaging over ranks, clipping, the optimiser, the average of the weights.
 
-Learning rates and shares of the average are tensors on the device where steps are captured, plain numbers elsewhere. The
-optimiser is the one Lightning holds; only how it computes (one fused kernel, step counts on the device) is changed, and
-checkpoints do not depend on it (`portable_optimiser_states`).
+Learning rates and shares of the average are tensors on the device for captured steps, else numbers. The optimiser is that of
+Lightning; only its implementation (one fused kernel, step counts on the device) is changed, and checkpoints do not depend on it
+(`portable_optimiser_states`).
 """
 
 from __future__ import annotations
@@ -19,8 +19,13 @@ from forgefield.training.optim.schedules import replaced_learning_rates
 Clip = tuple[float | None, str | None]
 """Largest value or norm of the gradients (None: they are not clipped), and the algorithm: `value` or `norm`."""
 _CHANGED = ("capturable", "fused", "foreach")
-"""Settings of an optimiser that differ while its steps are captured."""
+"""Settings of an optimiser that are changed while its steps are captured."""
 _FUSED = (torch.optim.Adam, torch.optim.AdamW, torch.optim.SGD)
+
+
+def mark_stepped(optimiser: torch.optim.Optimizer) -> None:
+    """Tell schedulers, which warn otherwise, that the optimiser has stepped although its `step` is not called."""
+    vars(optimiser)["_opt_called"] = True
 
 
 def clip_gradients(parameters: Sequence[Tensor], clip: Clip) -> None:
@@ -48,7 +53,7 @@ class Update:
         """Steps taken since this was built."""
         self._parameters = [p for group in optimiser.param_groups for p in group["params"]]
         self._step = type(optimiser).step
-        optimiser._opt_called = True  # type: ignore[attr-defined]  # what schedulers look at
+        mark_stepped(optimiser)
         if self._parameters[0].device.type == "cpu" and type(optimiser) in _FUSED:
             for group in optimiser.param_groups:
                 if not group.get("foreach") and not group.get("differentiable"):
@@ -59,7 +64,7 @@ class Update:
         for parameter, gradient in zip(self._parameters, gradients):
             parameter.grad = gradient
 
-    def __call__(self, rates: Sequence[Any] | None = None, share: Any = None) -> None:
+    def __call__(self, rates: Sequence[float | Tensor] | None = None, share: Tensor | None = None) -> None:
         """One step. rates: learning rate of each group, if it replaces that of the group. share: of the weights in the average,
         if it is on the device."""
         self.calls += 1
@@ -75,7 +80,7 @@ class Update:
             if share is None:
                 self.average.update()
             else:
-                self.average.take_in(share)
+                self.average.update_with_share(share)
 
     def average_and_weights(self) -> list[Tensor]:
         """All tensors that an update changes, except the state of the optimiser."""
@@ -87,25 +92,26 @@ class Update:
         return all(parameter in self.optimiser.state for parameter in self._parameters)
 
     def make_capturable(self) -> None:
-        """Prepare for captured steps. Steps with terms on snapshots are not captured, and torch need not warn about those."""
-        self.optimiser._warned_capturable_if_run_uncaptured = True  # type: ignore[attr-defined]
+        """Prepare for captured steps, without torch's warning about steps that are not captured (those with snapshot terms)."""
+        vars(self.optimiser)["_warned_capturable_if_run_uncaptured"] = True
         make_capturable(self.optimiser, self._parameters[0].device)
 
 
-def why_not_capturable(optimiser: torch.optim.Optimizer) -> str | None:
+def capture_refusal(optimiser: torch.optim.Optimizer) -> str | None:
+    """Why the steps of an optimiser cannot be captured; None if they can."""
     if "capturable" in optimiser.defaults:
         return None
     return (
-        f"{type(optimiser).__name__} cannot be captured, because its step is steered by the host; use adam, adamw or "
+        f"{type(optimiser).__name__} cannot be captured, because its step depends on values on the host; use adam, adamw or "
         "another optimiser with the option 'capturable', or another engine."
     )
 
 
 def make_capturable(optimiser: torch.optim.Optimizer, device: torch.device) -> None:
-    """Let the optimiser keep its step counts on the device.
+    """Move the step counts of the optimiser to the device.
 
-    Powers of decays are taken of these counts. torch would do so in float32, where the first corrections for bias are wrong by
-    1e-5; the fused kernels do it in float64, and for others the counts are kept in float64.
+    Bias corrections are powers of decay rates to these counts. torch computes them in float32, in which the first ones are
+    wrong by 1e-5; fused kernels compute them in float64, and for other implementations the counts are float64.
     """
     for group in optimiser.param_groups:
         fused = _has_fused_kernel(optimiser, group)
@@ -121,28 +127,28 @@ def make_capturable(optimiser: torch.optim.Optimizer, device: torch.device) -> N
                 state["step"] = state["step"].to(torch.float32 if fused else torch.float64)
 
 
-def make_plain(optimiser: torch.optim.Optimizer) -> None:
-    """The optimiser as it was given, its step counts on the host."""
+def restore_settings(optimiser: torch.optim.Optimizer) -> None:
+    """Undo `make_capturable`: original settings, and step counts on the host."""
     states = [{"param_groups": optimiser.param_groups, "state": optimiser.state}]
     portable_optimiser_states(states, [optimiser])
 
 
 def _has_fused_kernel(optimiser: torch.optim.Optimizer, group: dict[str, Any]) -> bool:
-    """Whether one kernel updates all weights. It takes a learning rate from the device only in float32."""
-    known = type(optimiser) in (torch.optim.Adam, torch.optim.AdamW)
-    return known and all(p.is_cuda and p.dtype == torch.float32 for p in group["params"])
+    """Whether one kernel updates all weights. It reads learning rates from the device in float32 only."""
+    supported = type(optimiser) in (torch.optim.Adam, torch.optim.AdamW)
+    return supported and all(p.is_cuda and p.dtype == torch.float32 for p in group["params"])
 
 
 def portable_optimiser_states(states: list[dict[str, Any]], optimisers: Sequence[torch.optim.Optimizer]) -> None:
-    """Stored states as any engine can go on with them; changed in place. optimisers: those they were taken from."""
+    """Change states in place such that any engine can resume from them. optimisers: to which they belong."""
     for stored, optimiser in zip(states, optimisers):
-        as_given = {key: optimiser.defaults[key] for key in _CHANGED if key in optimiser.defaults}
+        original = {key: optimiser.defaults[key] for key in _CHANGED if key in optimiser.defaults}
         for group in stored["param_groups"]:
-            group.update({key: value for key, value in as_given.items() if key in group})
+            group.update({key: value for key, value in original.items() if key in group})
         for number, state in stored["state"].items():
             stored["state"][number] = state | {name: state[name].cpu().float() for name in _counts(state)}
 
 
 def _counts(state: dict[str, Any]) -> list[str]:
-    """What an optimiser counts for a parameter: its steps, and in some a product over them."""
+    """Names of the step counts of a parameter, and in some optimisers of a product over steps."""
     return [name for name in ("step", "mu_product") if isinstance(state.get(name), Tensor)]

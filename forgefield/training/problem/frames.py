@@ -128,7 +128,7 @@ class FramesProblem(Problem):
             if not begun:
                 resolved = resolved_model(self.config, data) if change is None else change.resolved
         self.change = ranks.broadcast(change)
-        self.resolved = self.kept_model(resolved)
+        self.resolved = self.stored_or_resolved(resolved)
         if self.initial is None:
             self.data = with_fitted_shifts(self.config, data, self.resolved)
         self.task = build_task(options, self.resolved)
@@ -168,7 +168,7 @@ class FramesProblem(Problem):
         run, ranks, training = self.run, self.session.ranks, self.config.training
         before = run.info.get("engine") if ranks.is_rank_zero and restart is not None else None
 
-        def keep(choice: dict[str, Any]) -> None:
+        def store(choice: dict[str, Any]) -> None:
             if ranks.is_rank_zero and not quick:
                 run.write_info(engine=choice)
 
@@ -178,8 +178,8 @@ class FramesProblem(Problem):
             plan=lambda: plan_sizes(self.batches.train_dataloader().batch_sizes(), at_most=training.graphs.sizes),
             tolerance=Precision(training.precision).tolerance,
             notify=self.session.journal.notify,
-            chosen_before=ranks.broadcast(before),
-            keep=keep,
+            stored_choice=ranks.broadcast(before),
+            store=store,
             compiling=self.session.stop.at_once,
         )
 

@@ -26,7 +26,7 @@ from forgefield.data.store.table import FrameTable
 from forgefield.errors import ForgefieldError
 from forgefield.models.heads.options import SHAPES
 from forgefield.models.predictor import FORCES
-from forgefield.tasks.options import DENOISE, TARGETS, given_targets, quantity
+from forgefield.tasks.options import DENOISE, TARGETS, quantity, targets_of
 from forgefield.tasks.targets import require_labels
 
 TAKEN = ("atomic_energy", "energy_total")
@@ -39,18 +39,18 @@ ROUNDING = 1e-12
 
 def field_targets(task: Any) -> dict[str, Any]:
     """Options of those targets that are fields."""
-    return {name: options for name, options in given_targets(task).items() if quantity(name) not in (*TARGETS, DENOISE)}
+    return {name: options for name, options in targets_of(task).items() if quantity(name) not in (*TARGETS, DENOISE)}
 
 
 def has_energy(task: Any) -> bool:
     """Whether energies are trained, themselves or through their derivatives."""
-    given = given_targets(task)
+    given = targets_of(task)
     return any(quantity(name) in TARGETS and not (name == FORCES and given[name].direct) for name in given)
 
 
-def head_facts(task: Any, data: FrameData) -> dict[str, dict[str, Any]]:
+def head_specifications(task: Any, data: FrameData) -> dict[str, dict[str, Any]]:
     """For each target that a head gives what the head is made for (`models.heads.HeadOptions`)."""
-    targets, given = field_targets(task), given_targets(task)
+    targets, given = field_targets(task), targets_of(task)
     require_labels(targets, data.statistics.labels, "training", data.label_hints)
     facts = {name: _facts(name, options, data) for name, options in targets.items()}
     neighbours = float(data.statistics.mean_neighbours)

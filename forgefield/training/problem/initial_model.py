@@ -26,8 +26,8 @@ from forgefield.models.potential import Potential
 from forgefield.parallel.ranks import Ranks
 from forgefield.runs import Run
 from forgefield.settings import Config
-from forgefield.training.problem.initial_options import KnownModel, is_proposed, require_same_options, section_of
-from forgefield.training.problem.model_options import MOST_FRAMES, measured_batches, spread
+from forgefield.training.problem.initial_options import SourceModel, is_proposed, require_same_options, section_of
+from forgefield.training.problem.model_options import MOST_FRAMES, batches_of_frames, spread
 from forgefield.training.problem.transfer import Transfer, fit_shifts, set_shifts
 
 RECORD = "initial_model"
@@ -44,7 +44,7 @@ class InitialModel:
     record: what `run.json` keeps. references: `data.reference_energies` of the first run.
     """
 
-    known: KnownModel
+    known: SourceModel
     state: Mapping[str, Tensor] | None
     shifts: str
     record: dict[str, Any] = field(default_factory=dict)
@@ -67,7 +67,7 @@ class InitialModel:
         rows = spread(len(data.train), MOST_FRAMES)
         measured = hooks.measure(
             {key: value for key, value in section.items() if key != "name"},
-            lambda: measured_batches(data.train, rows, float(resolved["cutoff"])),
+            lambda: batches_of_frames(data.train, rows, float(resolved["cutoff"])),
             species=data.species.symbols,
             cutoff=float(resolved["cutoff"]),
         )
@@ -193,7 +193,7 @@ def _read(run: Run, config: Config, begun: bool, trust_code: bool) -> InitialMod
     if begun:
         info = run.info
         record = info.get(RECORD) or {}
-        known = KnownModel(
+        known = SourceModel(
             f"run {record.get('run', run.name)}",
             _section(run),
             info["model"],
@@ -213,7 +213,7 @@ def _read(run: Run, config: Config, begun: bool, trust_code: bool) -> InitialMod
         "section": _section(first),
         "reference_energies": references,
     }
-    known = KnownModel(f"run {first.name}", record["section"], resolved, first.trust)
+    known = SourceModel(f"run {first.name}", record["section"], resolved, first.trust)
     state = {name: tensor.detach().clone() for name, tensor in potential.state_dict().items()}
     return InitialModel(known, state, model["shifts"], record, references)
 

@@ -25,7 +25,7 @@ STARTING = ("from", "which", "shifts")
 
 
 @dataclass(frozen=True)
-class KnownModel:
+class SourceModel:
     """whose: the run, in words. section: the `model` section it was made with. resolved: its options in full."""
 
     whose: str
@@ -44,18 +44,18 @@ class KnownModel:
         return hooks_of(self.resolved)
 
 
-def is_proposed(model: Mapping[str, Any], known: KnownModel) -> bool:
+def is_proposed(model: Mapping[str, Any], known: SourceModel) -> bool:
     """Whether the section `model` is what `forgefield init` writes: a proposal for a new model."""
     return _own_options(model, known) == MODEL
 
 
-def _own_options(model: Mapping[str, Any], known: KnownModel) -> dict[str, Any]:
+def _own_options(model: Mapping[str, Any], known: SourceModel) -> dict[str, Any]:
     """The options of the model itself, without where it comes from."""
     ours = STARTING if HEADS in known.resolved else (*STARTING, HEADS)  # heads follow the task, see `transfer.py`
     return _plain({key: value for key, value in model.items() if key not in ours})
 
 
-def require_same_options(model: Mapping[str, Any], known: KnownModel, species: Sequence[str] | None) -> None:
+def require_same_options(model: Mapping[str, Any], known: SourceModel, species: Sequence[str] | None) -> None:
     """Raise where the section `model` names another value than the run has. What `forgefield init` writes there is a
     proposal for a new model and contradicts nothing. species: what its numbers mean, if not the same
     as in the run."""

@@ -40,10 +40,10 @@ from forgefield.models.resolving import (
 )
 from forgefield.models.terms import SpeciesTerms
 from forgefield.settings import Config
-from forgefield.tasks.options import DENOISE, TaskOptions, given_targets
+from forgefield.tasks.options import DENOISE, TaskOptions, targets_of
 from forgefield.tasks.targets import default_task, require_labels
 from forgefield.tasks.task import Task
-from forgefield.training.problem.heads import has_energy, head_facts, output_units
+from forgefield.training.problem.heads import has_energy, head_specifications, output_units
 
 
 class ZBL(SpeciesTerms[TermOptions]):
@@ -114,7 +114,7 @@ def batch_spec(
     task: TaskOptions | Any, potential: Potential, *, seed: int, on_gpu: bool = False, keep_order: bool = False
 ) -> BatchSpec:
     """What batches must carry for this task and model. task: its options. keep_order: frames are not shuffled."""
-    targets, noise = given_targets(task), None
+    targets, noise = targets_of(task), None
     if DENOISE in targets:
         denoise, alone = targets[DENOISE], len(targets) == 1
         share = denoise.share if denoise.share is not None else 1.0 if alone or denoise.keep_labels else 0.5
@@ -132,7 +132,7 @@ def resolved_model(config: Config, data: FrameData) -> dict[str, Any]:
         adaptive_cutoff=config.data.adaptive_cutoff,
         max_neighbours=config.data.max_neighbours,
         statistics=asdict(data.statistics) | _without_repulsion(config, data) | _measured(config, data),
-        heads={} if task is None or own else head_facts(task, data),
+        heads={} if task is None or own else head_specifications(task, data),
         has_energy=task is None or has_energy(task),
         units=output_units(own, task, data) if own else None,
         trust=CONFIG,
@@ -142,7 +142,7 @@ def resolved_model(config: Config, data: FrameData) -> dict[str, Any]:
 def requested_task(config: Config, data: FrameData) -> TaskOptions | Any:
     """The task of the config, or the default one for the labels of the data. The data has all labels that it needs."""
     options = config.task if config.task is not None else default_task(data.statistics.labels, data.label_hints)
-    require_labels(given_targets(options), data.statistics.labels, "training", data.label_hints)
+    require_labels(targets_of(options), data.statistics.labels, "training", data.label_hints)
     return options
 
 
@@ -188,7 +188,7 @@ def _repulsion(config: Config, data: FrameData) -> Potential | None:
 
 def _batches(config: Config, data: FrameData, rows: np.ndarray) -> Iterator[Batch]:
     """Training frames with edges; energies and forces are what the model has to give besides its ZBL term."""
-    batches = measured_batches(data.train, rows, config.cutoff)
+    batches = batches_of_frames(data.train, rows, config.cutoff)
     repulsion = _repulsion(config, data)
     return batches if repulsion is None else less_repulsion(batches, repulsion)
 
@@ -232,7 +232,7 @@ def spread(n: int, most: int) -> np.ndarray:
     return np.unique(np.linspace(0, n - 1, most).round().astype(np.int64))
 
 
-def measured_batches(
+def batches_of_frames(
     dataset: GraphDataset, rows: np.ndarray, cutoff: float, *, edges: int = EDGES_AT_ONCE
 ) -> Iterator[Batch]:
     """These frames in order, with edges, about so many at a time."""

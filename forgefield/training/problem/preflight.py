@@ -21,7 +21,7 @@ from forgefield.parallel.environment import MPI_LAUNCHERS, check_trainer_options
 from forgefield.parallel.ranks import Ranks
 from forgefield.parallel.strategies import check_strategy
 from forgefield.settings import Config
-from forgefield.tasks.options import DENOISE, given_targets, quantity
+from forgefield.tasks.options import DENOISE, quantity, targets_of
 from forgefield.tasks.targets import LABELS
 from forgefield.training.optim.optimisers import build_optimiser
 from forgefield.training.problem.heads import has_energy
@@ -104,7 +104,7 @@ def require_inputs(potential: Potential, data: FrameData) -> None:
 
 def require_any_label(task: Any, split: str, dataset: GraphDataset | None) -> None:
     """Refuse frames that are meant to measure the model and carry nothing to measure it with. task: its options."""
-    given = [quantity(name) for name in given_targets(task) if name != DENOISE]
+    given = [quantity(name) for name in targets_of(task) if name != DENOISE]
     names = tuple(dict.fromkeys(LABELS.get(name, name) for name in given))
     if not names:
         return

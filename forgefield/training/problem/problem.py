@@ -7,9 +7,8 @@ module that trains it. `fit.py` does the rest for all kinds: the run folder, che
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from rich.console import Console
@@ -29,6 +28,7 @@ from forgefield.training.run.checkpoint import ResumePoint
 from forgefield.training.run.folder import has_begun
 from forgefield.training.run.journal import Journal
 from forgefield.training.run.signals import StopControl
+from forgefield.training.trainer import Loader
 
 
 @dataclass(frozen=True)
@@ -50,41 +50,6 @@ class TrainingSession:
     def silent(cls) -> TrainingSession:
         """One process that reports nothing and takes no requests to stop, for checks and measurements."""
         return cls(single_process(), Journal(Console(quiet=True)), StopControl(None), 1.0)
-
-
-class Loader(Protocol):
-    """Batches of this rank, epoch by epoch. Positions inside an epoch are counted in samples, over all ranks."""
-
-    @property
-    def epoch(self) -> int: ...
-
-    @property
-    def draws(self) -> int:
-        """Samples of an epoch, over all ranks."""
-        ...
-
-    @property
-    def epochs_are_alike(self) -> bool:
-        """Whether every epoch has the same number of batches."""
-        ...
-
-    def __len__(self) -> int:
-        """Batches of the present epoch, those before the position of `start_at` included."""
-        ...
-
-    def __iter__(self) -> Iterator[Any]: ...
-
-    def batches_in(self, epoch: int) -> int: ...
-
-    def set_epoch(self, epoch: int) -> None: ...
-
-    def start_at(self, sample: int) -> int:
-        """Start the next iteration after this many samples of its epoch; returns the number of its first batch."""
-        ...
-
-    def position(self, batch: int) -> int:
-        """Samples of the present epoch before this batch."""
-        ...
 
 
 class Problem(ABC):
@@ -167,7 +132,7 @@ class Problem(ABC):
         """Units of additional quantities, for the progress display."""
         return {}
 
-    def kept_model(self, resolved: dict[str, Any]) -> dict[str, Any]:
+    def stored_or_resolved(self, resolved: dict[str, Any]) -> dict[str, Any]:
         """The options of the model on all ranks: those in `run.json` once the run has begun, else `resolved` of rank 0."""
         if self.session.ranks.is_rank_zero and self.has_begun:
             if self.run.info["data_fingerprint"] != self.fingerprint:

@@ -35,9 +35,9 @@ from forgefield.models.resolving import (
     resolve_model,
 )
 from forgefield.settings import Config
-from forgefield.training.problem.heads import has_energy, head_facts, output_units
+from forgefield.training.problem.heads import has_energy, head_specifications, output_units
 from forgefield.training.problem.initial_options import section_of
-from forgefield.training.problem.model_options import measured_batches, spread
+from forgefield.training.problem.model_options import batches_of_frames, spread
 
 ENERGY = ("energy_scales", "energy_shifts")
 """Options and state of a model that only energies need."""
@@ -92,7 +92,7 @@ def transfer(
         return _own(resolved, config, data)
     before = resolved.pop(PREDICTS, None) or {"energy": True, HEADS: {}}
     given = check_heads(config.model.get(HEADS)) if HEADS not in known else {}
-    facts, wants_energy = head_facts(task, data), has_energy(task)
+    facts, wants_energy = head_specifications(task, data), has_energy(task)
     heads, kept = _heads(given, facts, before[HEADS])
     if heads:
         resolved[PREDICTS] = {"energy": wants_energy, HEADS: heads}
@@ -259,7 +259,7 @@ def _errors(
     n_species, training = len(potential.species), potential.training
     counts, errors, n_atoms = [], [], []
     potential.to(device).eval()
-    for batch in measured_batches(dataset, rows, potential.cutoff, edges=EDGES_AT_ONCE):
+    for batch in batches_of_frames(dataset, rows, potential.cutoff, edges=EDGES_AT_ONCE):
         n_frames = batch["n_atoms"].shape[0]
         on_device = {key: value.to(device) for key, value in batch.items()}
         predicted = potential(on_device, forces=False)["energy"].cpu()

@@ -1,10 +1,10 @@
-"""Checkpoints on disk: written whole or not at all, verified when read, loaded without executing code.
+"""Checkpoints on disk: written atomically, verified when they are read, and loaded without executing code.
 
-A checkpoint is a torch zip archive of tensors, numbers, strings and containers of them. It is written under a temporary name,
-flushed to the disk and renamed, so that a file with a checkpoint's name is complete. On reading, the archive's own
-checksums are verified first. A file that does not match them is renamed and the next older one is used; any other error (of the
-disk, of memory, of another version) stops the command and leaves the file alone. Checkpoints of earlier versions of the format
-are upgraded when they are read (`CHECKPOINT`).
+A checkpoint is a torch zip archive of tensors, numbers, strings and containers of them. It is written to a temporary file,
+flushed to disk and renamed, so that a file with the name of a checkpoint is complete. The checksums of the archive are verified
+first when it is read. A damaged file is renamed and the previous checkpoint is used; any other error (of the disk, of memory,
+of another version) stops the command and leaves the file as it is. Checkpoints of earlier versions of the format are migrated
+when they are read (`CHECKPOINT`).
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import zipfile
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from lightning.fabric.plugins import CheckpointIO
@@ -26,10 +26,13 @@ from forgefield.files import PARTIAL, read_bytes, write_atomically
 from forgefield.formats import VERSION, Format
 from forgefield.parallel.ranks import Ranks
 
+if TYPE_CHECKING:
+    from torch.serialization import MAP_LOCATION
+
 POSITION = "forgefield_position"
-"""Where the training stands inside its epoch: samples seen, number of ranks, and the limits under which it ended, if it did."""
+"""Key of the position in the epoch: samples seen, number of ranks, and the limits of a training that has ended."""
 RANDOM = "forgefield_random"
-"""States of the random number generators of each rank."""
+"""Key of the states of the random number generators of all ranks."""
 
 _STATE_KEYS_OF_CLASSES = {
     "MetricsLog": "metrics_log",
@@ -49,12 +52,12 @@ _EARLY_STOPPING_OF_VERSION_1 = "_Patience{'monitor': '"
 
 
 def early_stopping_key(monitor: str) -> str:
-    """The name of the state of `training.early_stopping`; the state of one metric says nothing about another."""
+    """Key of the state of `training.early_stopping`; states of different metrics are independent."""
     return f"early_stopping:{monitor}"
 
 
 def _fixed_names(checkpoint: dict[str, Any]) -> dict[str, Any]:
-    """Version 1 to version 2."""
+    """Migration from version 1 to version 2: states have fixed names instead of class names."""
     renamed = {"forgefield_place": POSITION}
     checkpoint = {renamed.get(key, key): value for key, value in checkpoint.items()}
     callbacks = checkpoint.get("callbacks", {})
@@ -84,11 +87,11 @@ def save_checkpoint(path: Path, checkpoint: dict[str, Any]) -> None:
     write_atomically(path, buffer.getvalue())
 
 
-def load_checkpoint(path: Path, map_location: Any = "cpu") -> dict[str, Any]:
+def load_checkpoint(path: Path, map_location: MAP_LOCATION = "cpu") -> dict[str, Any]:
     """The content of a checkpoint, in the current version of the format.
 
-    Raises `DamagedCheckpoint` when the file is not what was written, `UnreadableCheckpoint` when it is but cannot be loaded,
-    `NewerFormat` when a newer version of Forgefield wrote it, and ForgefieldError when the file cannot be read.
+    Raises `DamagedCheckpoint` for a damaged file, `UnreadableCheckpoint` for an undamaged one that cannot be loaded,
+    `NewerFormat` for one of a newer version of Forgefield, and ForgefieldError if the file cannot be read.
     """
     content = io.BytesIO(read_bytes(path))
     _require_intact(content)
@@ -100,12 +103,12 @@ def load_checkpoint(path: Path, map_location: Any = "cpu") -> dict[str, Any]:
     except Exception as error:
         raise UnreadableCheckpoint(str(error).split("\n")[0]) from error
     if not isinstance(checkpoint, dict):
-        raise UnreadableCheckpoint(f"it holds a {type(checkpoint).__name__} instead of a dictionary")
+        raise UnreadableCheckpoint(f"it contains a {type(checkpoint).__name__} instead of a dictionary")
     return CHECKPOINT.upgrade(checkpoint, path)
 
 
 def _require_intact(content: io.BytesIO) -> None:
-    """Raise `DamagedCheckpoint` unless all members of the archive match their checksums and torch finds those it needs."""
+    """Raise `DamagedCheckpoint` unless all files in the archive match their checksums and all necessary ones exist."""
     try:
         with zipfile.ZipFile(content) as archive:
             broken = archive.testzip()
@@ -126,18 +129,22 @@ def _require_intact(content: io.BytesIO) -> None:
 
 
 class DamagedCheckpoint(Exception):
-    """The file is not what was written: its checksums do not match, or a part is missing."""
+    """The file has changed since it was written: its checksums do not match, or something is missing."""
 
 
 class UnreadableCheckpoint(Exception):
-    """The file is what was written, but its content cannot be loaded."""
+    """The file is undamaged, but its content cannot be loaded."""
 
 
 @dataclass(frozen=True)
 class ResumePoint:
-    """Where a run resumes: `path` of the checkpoint, optimiser `step`, `epoch`, and how many frames of it were seen.
+    """Where a run resumes.
 
-    rows: rows of metrics written by then. finished: the limits under which training had ended, None where it had not.
+    path: of the checkpoint.
+    step: of the optimiser.
+    sample: number of samples of the epoch that were used.
+    rows: number of rows of metrics written so far.
+    finished: the limits of a training that has ended; None if it has not.
     """
 
     path: Path
@@ -155,29 +162,29 @@ def checkpoint_path(folder: Path, step: int) -> Path:
 
 def list_checkpoints(folder: Path) -> list[Path]:
     """Checkpoints of a run, newest first."""
-    found = [
+    steps = [
         (int(match.group(1)), path) for path in folder.glob("step-*.ckpt") if (match := _NAME.fullmatch(path.name))
     ]
-    return [path for _, path in sorted(found, reverse=True)]
+    return [path for _, path in sorted(steps, reverse=True)]
 
 
 def find_resume_point(folder: Path, notify: Callable[[str], None]) -> ResumePoint | None:
-    """The newest good checkpoint, or None where there is none at all. Damaged ones are set aside, and that is said."""
+    """The newest undamaged checkpoint; None if there is no checkpoint. Damaged ones are renamed and reported."""
     for leftover in folder.glob(f".*{PARTIAL}*"):
         leftover.unlink(missing_ok=True)
     paths = list_checkpoints(folder)
     for path in paths:
         try:
-            return _restart_from(path, load_checkpoint(path))
+            return _resume_point(path, load_checkpoint(path))
         except (UnreadableCheckpoint, KeyError) as error:
             raise ForgefieldError(
                 f"Checkpoint {path} is undamaged but cannot be loaded ({error}). It may be of another version of Forgefield or "
                 "torch; use that version, or start over with --fresh (the folder is kept)."
             ) from error
         except DamagedCheckpoint as error:
-            aside = path.with_suffix(".damaged")
-            os.replace(path, aside)
-            notify(f"Checkpoint {path.name} is damaged ({error}); it was renamed {aside.name}, trying the one before.")
+            renamed = path.with_suffix(".damaged")
+            os.replace(path, renamed)
+            notify(f"Checkpoint {path.name} is damaged ({error}); renamed to {renamed.name}, trying the previous one.")
     if damaged := list(folder.glob("*.damaged")):
         raise ForgefieldError(
             f"None of the {len(damaged)} checkpoints in {folder} can be read; start over with --fresh (the folder is kept)."
@@ -191,26 +198,30 @@ def prune_checkpoints(folder: Path, keep: int) -> None:
 
 
 class AtomicCheckpointIO(CheckpointIO):
-    """What Lightning calls to write and read checkpoints. Rank 0 alone touches the disk; the others get what it reads."""
+    """Writes and reads checkpoints for Lightning. Only rank 0 accesses the disk; it sends what it reads to the others."""
 
     def __init__(self, ranks: Ranks) -> None:
         self.ranks = ranks
 
-    def save_checkpoint(self, checkpoint: dict[str, Any], path: Any, storage_options: Any = None) -> None:
+    def save_checkpoint(
+        self, checkpoint: dict[str, Any], path: str | os.PathLike[str], storage_options: object = None
+    ) -> None:
         if storage_options is not None:
             raise TypeError("storage options are not supported")
         Path(path).parent.mkdir(parents=True, exist_ok=True)
         save_checkpoint(Path(path), checkpoint)
 
-    def load_checkpoint(self, path: Any, map_location: Any = None, weights_only: bool | None = None) -> dict[str, Any]:
+    def load_checkpoint(
+        self, path: str | os.PathLike[str], map_location: MAP_LOCATION = None, weights_only: bool | None = None
+    ) -> dict[str, Any]:
         checkpoint = load_checkpoint(Path(path), map_location or "cpu") if self.ranks.is_rank_zero else {}
         return self.ranks.broadcast(checkpoint)
 
-    def remove_checkpoint(self, path: Any) -> None:
+    def remove_checkpoint(self, path: str | os.PathLike[str]) -> None:
         Path(path).unlink(missing_ok=True)
 
 
-def _restart_from(path: Path, checkpoint: dict[str, Any]) -> ResumePoint:
+def _resume_point(path: Path, checkpoint: dict[str, Any]) -> ResumePoint:
     position = checkpoint[POSITION]
     return ResumePoint(
         path=path,

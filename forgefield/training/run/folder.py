@@ -1,4 +1,4 @@
-"""The run folder at the start of a training: made, locked, moved aside, and compared with what is asked for now."""
+"""The run folder at the start of a training: created and locked, and its settings compared with the present config."""
 
 from __future__ import annotations
 
@@ -23,9 +23,9 @@ from forgefield.training.run.journal import Journal
 
 @contextmanager
 def run_folder(config: Config, *, fresh: bool, quick: bool, journal: Journal, ranks: Ranks) -> Iterator[Run]:
-    """The folder of the run, made and held by rank 0 alone; the others enter when it is ready."""
+    """The folder of the run, created and locked by rank 0; the others wait until it is ready."""
     if ranks.is_rank_zero:
-        with _own_folder(config, fresh=fresh, quick=quick, journal=journal) as run:
+        with _locked_folder(config, fresh=fresh, quick=quick, journal=journal) as run:
             ranks.broadcast(str(run.path))
             yield run
     else:
@@ -33,30 +33,31 @@ def run_folder(config: Config, *, fresh: bool, quick: bool, journal: Journal, ra
 
 
 @contextmanager
-def _own_folder(config: Config, *, fresh: bool, quick: bool, journal: Journal) -> Iterator[Run]:
-    """The folder of the run, held by this process alone. With `fresh` an existing run is moved aside first.
+def _locked_folder(config: Config, *, fresh: bool, quick: bool, journal: Journal) -> Iterator[Run]:
+    """The folder of the run, locked by this process.
 
-    quick: for `trainer.fast_dev_run`, a hidden folder of its own, so that the real run stays as it is.
+    fresh: rename an existing run first.
+    quick: use a hidden folder instead, for `trainer.fast_dev_run`.
     """
     path = config.folder.with_name(f".{config.name}-quick") if quick else config.folder
     is_new = not path.exists()
     try:
         if fresh and (path / "run.json").exists():
-            with _only_process_in(path):
-                aside = _unused_name(path)
-                os.rename(path, aside)
-            journal.notify(f"Starting over; the run before is kept as {aside}.")
+            with _locked(path):
+                renamed = _unused_name(path)
+                os.rename(path, renamed)
+            journal.notify(f"Starting over; the previous run was renamed to {renamed}.")
         (path / "checkpoints").mkdir(parents=True, exist_ok=True)
         with open(path / "log.txt", "a"):
             pass
     except OSError as error:
         raise ForgefieldError(
-            f"Cannot write to the run folder {path}: {error.strerror}; choose another place with out=FOLDER."
+            f"Cannot write to the run folder {path}: {error.strerror}; choose another folder with out=FOLDER."
         ) from error
-    with _only_process_in(path):
+    with _locked(path):
         if quick:
             journal.notify(
-                f"trainer.fast_dev_run is set: a quick pass in {path}; the run {config.name} is not touched."
+                f"trainer.fast_dev_run is set: a quick test in {path}; the run {config.name} is not changed."
             )
             for item in path.iterdir():
                 if item.name != ".lock":
@@ -67,12 +68,12 @@ def _own_folder(config: Config, *, fresh: bool, quick: bool, journal: Journal) -
             yield Run(path)
         except ForgefieldError:
             if is_new and not _was_started(Run(path)):
-                shutil.rmtree(path, ignore_errors=True)  # a command that was refused leaves nothing behind
+                shutil.rmtree(path, ignore_errors=True)
             raise
 
 
 def config_of_run(run: Run, overrides: Sequence[str] = (), *, trust_code: bool = False) -> Config:
-    """The settings that a run was made with, checked like those of a config file, with `overrides`; for resuming it.
+    """The config of a run with `overrides`, checked like a config file; for resuming it.
 
     trust_code: whether code that the run names may be imported.
     """
@@ -93,26 +94,25 @@ def config_of_run(run: Run, overrides: Sequence[str] = (), *, trust_code: bool =
 
 
 def _was_started(run: Run) -> bool:
-    """Whether Lightning was let loose on the run: from then on, whatever is in the folder stays."""
+    """Whether the training of the run has been started; from then on, nothing in its folder is removed."""
     return run.exists and run.info.get("status") not in (None, "new")
 
 
 def has_begun(run: Run) -> bool:
-    """Whether the run has taken a step that is kept; until then its settings can still be changed."""
+    """Whether the run has a checkpoint; without one its settings can still be changed."""
     return any(run.checkpoints.glob("step-*"))
 
 
 def compare_with_stored_config(
     run: Run, config: Config, journal: Journal, *, world_sizes: tuple[int, int] = (1, 1)
 ) -> list[Change]:
-    """What changed since the run was started. Refuses to continue it with settings that change its meaning.
+    """Settings that have changed since the run was started. Raises ForgefieldError if a change makes it another training.
 
-    world_sizes: number of ranks before and now. A batch per rank that changed with it, such that all ranks together take as
-    many frames as before, means the same.
+    world_sizes: numbers of ranks before and now. A batch size per rank that has changed in inverse proportion is not a change.
     """
     if run.exists and run.info.get("status") == "imported":
         raise ForgefieldError(
-            f"Run {run.name} was imported, and stays as it is; to train its model further give the new run its own name: "
+            f"Run {run.name} was imported and cannot be trained; to train its model in a new run, use "
             f"forgefield train CONFIG --init-model {run.path} --name NAME."
         )
     if not has_begun(run):
@@ -133,9 +133,9 @@ def compare_with_stored_config(
     ]
     if refused:
         raise ForgefieldError(
-            f"Run {run.name} was made with other settings, so continuing it would not be the same training:\n"
+            f"Run {run.name} was started with other settings, with which it cannot be resumed:\n"
             f"{format_diff(refused)}\n"
-            "Undo the change, start over with --fresh, or give the new run its own name with name=NAME."
+            "Undo the change, start over with --fresh, or start another run with name=NAME."
         )
     if changes:
         journal.notify(f"Settings changed since run {run.name} was started:\n{format_diff(changes)}")
@@ -144,14 +144,14 @@ def compare_with_stored_config(
 
 def _unused_name(path: Path) -> Path:
     number = 1
-    while (aside := path.with_name(f"{path.name}.before-{number}")).exists():
+    while (unused := path.with_name(f"{path.name}.before-{number}")).exists():
         number += 1
-    return aside
+    return unused
 
 
 @contextmanager
-def _only_process_in(path: Path) -> Iterator[None]:
-    """Two trainings in one folder would overwrite each other. The lock ends with the process, however it ends."""
+def _locked(path: Path) -> Iterator[None]:
+    """Lock a folder against other trainings. The lock is released when the process ends."""
     with open(path / ".lock", "w") as lock:
         try:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)

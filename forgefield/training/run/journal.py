@@ -1,8 +1,8 @@
-"""What a run says: to the terminal and, the same words with a time stamp, to `log.txt` of the run and to a file asked for.
+"""Messages of a run: to the terminal and, with a time stamp, to `log.txt` of the run and to an additional log file.
 
-With several processes only rank 0 has the terminal and the run folder. `mode` says what becomes of the words of the others:
-`master`: nothing; `collect`: they are sent to rank 0 and written to its files with their rank in front; `workers`: every rank
-writes a file of its own.
+With several processes only rank 0 writes to the terminal and the run folder. `mode` determines what happens with messages of
+the other ranks: `master`: they are discarded; `collect`: they are sent to rank 0, which writes them to its files with their
+rank; `workers`: every rank writes its own file.
 """
 
 from __future__ import annotations
@@ -13,11 +13,11 @@ import os
 import threading
 import time
 import warnings
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import suppress
 from datetime import datetime
 from pathlib import Path
-from typing import Any, TextIO, TypeVar
+from typing import TextIO, TypeVar
 
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
@@ -26,13 +26,18 @@ from forgefield.errors import ForgefieldError
 from forgefield.parallel.ranks import Ranks, single_process
 
 MODES = ("master", "collect", "workers")
-OTHERS = "warnings.txt"
-"""Warnings of Lightning and torch about themselves."""
+WARNINGS = "warnings.txt"
+"""File of the run folder with warnings of Lightning and torch that do not concern the user."""
 _LOGGERS = ("lightning.pytorch", "lightning.fabric", "py.warnings")
 
 
 class Journal:
-    """console: the terminal. ranks: who speaks. file: a log beside the one of the run folder. Ends with `close`."""
+    """Writes messages until `close`.
+
+    console: the terminal.
+    file: a log file in addition to that of the run folder.
+    mode: for messages of ranks other than 0.
+    """
 
     def __init__(
         self,
@@ -43,50 +48,50 @@ class Journal:
         mode: str = "master",
     ) -> None:
         if mode not in MODES:
-            raise ForgefieldError(f"a log is kept by {', '.join(MODES)}, not '{mode}'.")
+            raise ForgefieldError(f"The mode of a log must be one of {', '.join(MODES)}, not '{mode}'.")
         self.ranks = ranks if ranks is not None else single_process()
         self.mode = mode
         if console is None:
-            silent = None if self.ranks.is_rank_zero else open(os.devnull, "w")  # noqa: SIM115  as long as the process
+            silent = None if self.ranks.is_rank_zero else open(os.devnull, "w")  # noqa: SIM115
             console = Console(highlight=False, file=silent, force_jupyter=None if silent is None else False)
         self.console = console
         self._early: list[str] = []
         self._files: list[TextIO] = []
         self._writing = threading.Lock()
         self._handler: logging.Handler | None = None
-        self._others: Path | None = None
+        self._warnings: Path | None = None
         if file is not None and (self.ranks.is_rank_zero or mode == "workers"):
-            self._open(own_name(file, self.ranks.rank) if mode == "workers" else file)
+            self._open(rank_file(file, self.ranks.rank) if mode == "workers" else file)
         if mode == "collect" and self.ranks.is_rank_zero:
             self.ranks.on_line = lambda rank, text: self._write(f"[rank {rank}] {text}\n")
 
     def notify(self, text: str) -> None:
-        """One sentence for the user."""
+        """Show a message on the terminal and write it to the files."""
         self.console.print(text, markup=False, soft_wrap=True)
         self._record(text)
 
     def note(self, text: str) -> None:
-        """One line for the files alone, where the terminal shows the same in another way."""
+        """Write a line to the files only."""
         self._record(text)
 
-    def show(self, render: Any) -> None:
-        """`render(console)` prints something larger, a table for instance, to the terminal and to the files."""
+    def show(self, render: Callable[[Console], None]) -> None:
+        """Print a table or panel to the terminal and to the files. render: prints to a console."""
         render(self.console)
         copy = io.StringIO()
-        # In a notebook rich shows everything as output of the cell, also what is meant for a file.
+        # Without force_jupyter=False, rich prints to the output of the cell in a notebook.
         plain = Console(file=copy, width=120, highlight=False, force_terminal=False, force_jupyter=False, no_color=True)
         render(plain)
         self._record(copy.getvalue().rstrip("\n"), stamp=False)
 
     def keep_in(self, folder: Path) -> None:
-        """From now on also write `log.txt` in the run folder, everything said so far included."""
+        """Write to `log.txt` in the run folder from now on, earlier messages included."""
         if self.ranks.is_rank_zero:
             self._open(folder / "log.txt").write("".join(self._early))
-            self._others = folder / OTHERS
+            self._warnings = folder / WARNINGS
         elif self.mode == "workers" and not self._files:
-            self._open(own_name(folder / "log.txt", self.ranks.rank)).write("".join(self._early))
+            self._open(rank_file(folder / "log.txt", self.ranks.rank)).write("".join(self._early))
         self._early.clear()
-        self._handler = _Remarks(self)
+        self._handler = _LogHandler(self)
         logging.captureWarnings(True)
         for name in _LOGGERS:
             logger = logging.getLogger(name)
@@ -107,9 +112,9 @@ class Journal:
 
     def _open(self, path: Path) -> TextIO:
         try:
-            file = open(path, "a")  # noqa: SIM115  closed in close()
+            file = path.open("a")
         except OSError as error:
-            raise ForgefieldError(f"The log {path} cannot be written: {error.strerror}.") from error
+            raise ForgefieldError(f"Could not write the log {path}: {error.strerror}.") from error
         self._files.append(file)
         return file
 
@@ -118,27 +123,27 @@ class Journal:
         if self._handler is None:
             self._early.append(line + "\n")
         if self.mode == "collect" and not self.ranks.is_rank_zero and self.ranks.watch is not None:
-            for part in line.splitlines():
-                self.ranks.watch.line(part)
+            for single_line in line.splitlines():
+                self.ranks.watch.line(single_line)
         self._write(line + "\n")
 
     def _write(self, text: str) -> None:
-        with self._writing:  # lines of other ranks come from the thread that hears them
+        with self._writing:  # lines of other ranks come from another thread
             for file in self._files:
                 if not file.closed:
                     file.write(text)
                     file.flush()
 
-    def _remark(self, text: str, *, of_libraries: bool) -> None:
-        """A warning. Those of Lightning and torch about themselves are kept in a file of their own."""
-        if not of_libraries:
+    def _warn(self, text: str, *, from_libraries: bool) -> None:
+        """Record a warning. Those of Lightning and torch go to a separate file."""
+        if not from_libraries:
             self._record(text)
-        elif self._others is not None:
-            with self._writing, suppress(OSError), open(self._others, "a") as file:
+        elif self._warnings is not None:
+            with self._writing, suppress(OSError), open(self._warnings, "a") as file:
                 file.write(f"{datetime.now():%Y-%m-%d %H:%M:%S} {text.rstrip()}\n")
 
     def _quiet_terminal(self) -> None:
-        """Lightning's messages about itself do not reach the terminal; Forgefield says what matters to the user."""
+        """Suppress messages of Lightning on the terminal."""
         for name in ("lightning.pytorch", "lightning.fabric"):
             for handler in logging.getLogger(name).handlers:
                 if handler is not self._handler:
@@ -147,8 +152,8 @@ class Journal:
         warnings.filterwarnings("ignore", message=".*It is recommended to use `self.log.*sync_dist=True`.*")
 
 
-class _Remarks(logging.Handler):
-    """Takes Lightning's messages and Python's warnings into the journal's files."""
+class _LogHandler(logging.Handler):
+    """Records messages of Lightning and Python's warnings in the files of a journal."""
 
     def __init__(self, journal: Journal) -> None:
         super().__init__()
@@ -157,34 +162,34 @@ class _Remarks(logging.Handler):
     def emit(self, record: logging.LogRecord) -> None:
         try:
             message = record.getMessage()
-            of_libraries = record.levelno < logging.ERROR and is_of_libraries(record.name, message)
-            self._journal._remark(f"{record.name}: {message}", of_libraries=of_libraries)
+            from_libraries = record.levelno < logging.ERROR and is_from_libraries(record.name, message)
+            self._journal._warn(f"{record.name}: {message}", from_libraries=from_libraries)
         except Exception:
             self.handleError(record)
 
 
-def is_of_libraries(logger: str, message: str) -> bool:
-    """Whether a message is one of Lightning or torch about themselves: by its logger, or by the file that a warning names."""
-    place = message.partition(": ")[0].replace("\\", "/")
+def is_from_libraries(logger: str, message: str) -> bool:
+    """Whether a message comes from Lightning or torch: from its logger, or from the file that a warning names."""
+    location = message.partition(": ")[0].replace("\\", "/")
     return logger.startswith("lightning") or any(
-        f"/site-packages/{package}/" in place
+        f"/site-packages/{package}/" in location
         for package in ("torch", "lightning", "lightning_fabric", "pytorch_lightning")
     )
 
 
-def own_name(path: Path, rank: int) -> Path:
-    """`train.log` of rank 3 is `train.3.log`."""
+def rank_file(path: Path, rank: int) -> Path:
+    """The log file of a rank: `train.3.log` for `train.log` and rank 3."""
     return path.with_name(f"{path.stem}.{rank}{path.suffix}")
 
 
 FIRST_LINE_S, NEXT_LINES_S = 10.0, 30.0
-"""A log gets its first line after this time, then one every so often."""
+"""Time until the first line of progress in a log, and between two lines, in seconds."""
 
 Batch = TypeVar("Batch")
 
 
 def with_progress(batches: Iterable[Batch], n_batches: int, journal: Journal, what: str) -> Iterator[Batch]:
-    """The batches, as they are. what: what is being evaluated, for a person to read."""
+    """The batches, with a progress bar or, in a log, lines. what: what is evaluated, for messages."""
     if journal.console.is_terminal and journal.ranks.is_rank_zero:
         columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
         with Progress(*columns, console=journal.console, transient=True) as bar:

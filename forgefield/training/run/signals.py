@@ -1,10 +1,10 @@
-"""Being asked to stop by SIGTERM or SIGUSR1 (a batch system, a shutdown), Ctrl-C or a time limit.
+"""Requests to stop: SIGTERM or SIGUSR1 (from a batch system, or a shutdown), Ctrl-C, or a time limit.
 
-During training steps a request is noted and acted on between batches, when everything can be saved. Where there is nothing to
-save (reading data, waiting for the first batch, compiling, the final evaluation) it ends what is going on at once.
+During training steps a request is stored and acted on between batches, when everything can be saved. When there is nothing to
+save (while data is read, before the first batch, while code is compiled, in the final evaluation) the training stops at once.
 
-With several processes the signal may reach one of them only. A noted request then travels with the message that every batch
-sends anyway, and all ranks act on it at the same batch; an immediate stop is passed on by `parallel.faults.stop_all_ranks`.
+With several processes the signal may reach only one of them. A stored request is sent with the message of every batch, and all
+ranks act on it at the same batch; an immediate stop is passed on by `parallel.session.stop_all_ranks`.
 """
 
 from __future__ import annotations
@@ -18,18 +18,20 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from types import FrameType, TracebackType
-from typing import Any
+from typing import TypeAlias
 
 from forgefield.processes import STUCK_AFTER_S, descendants, end_process, hearing_signals, kill
 
+Handler: TypeAlias = "Callable[[int, FrameType | None], object] | int | None"
+
 STOPPING = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT)
-"""Signals that ask for a stop. SIGUSR1 is what batch systems send ahead of a time limit."""
+"""Signals that request a stop. Batch systems send SIGUSR1 before a time limit."""
 REQUEUE = 75
 """Exit code of a run that a batch system stopped and that should be started again; EX_TEMPFAIL of sysexits.h."""
 
 
 class StopRequested(Exception):
-    """Training was asked to stop and everything is saved. `reason`: a plain phrase; `signal_number`: the signal, if any."""
+    """A stop was requested and everything is saved. reason: a phrase for messages. signal_number: the signal, if any."""
 
     def __init__(self, reason: str, signal_number: int | None) -> None:
         super().__init__(reason)
@@ -38,7 +40,7 @@ class StopRequested(Exception):
 
 
 class StopNow(BaseException):
-    """Raised by a signal where there is nothing to save. `request`: why."""
+    """Raised by a signal when there is nothing to save."""
 
     def __init__(self, request: StopRequested) -> None:
         super().__init__(request.reason)
@@ -47,22 +49,23 @@ class StopNow(BaseException):
 
 STARTING, TRAINING, AT_ONCE = "starting", "training", "at once"
 _SETTLE_S = 0.2
-"""A signal to a group of processes may end a compiler a moment before it reaches this one."""
+"""A signal to a group of processes may end a compiler shortly before it reaches this process."""
 
 
 class StopControl:
-    """Whether training should stop. Inside its `with`, signals are handled here instead of killing the process.
+    """Handles requests to stop. Inside its `with` block, signals do not end the process.
 
-    max_seconds: wall-clock time after which it should stop as well. requeue_exit: exit code after a batch system's signal.
+    max_seconds: wall-clock limit of the training.
+    requeue_exit: exit code after a signal of a batch system.
     """
 
     def __init__(self, max_seconds: float | None, *, requeue_exit: int = REQUEUE) -> None:
         self._deadline = time.monotonic() + max_seconds if max_seconds is not None else None
         self._requeue_exit = requeue_exit
-        self._wish: StopRequested | None = None
+        self._request: StopRequested | None = None
         self._phase = STARTING
-        self._before: dict[int, Any] = {}
-        self._heard = threading.Event()
+        self._before: dict[int, Handler] = {}
+        self._received = threading.Event()
         self._stack = ExitStack()
 
     def __enter__(self) -> StopControl:
@@ -80,27 +83,27 @@ class StopControl:
         self._stack.close()
 
     def seconds_left(self) -> float | None:
-        """Until the time limit; None where there is none."""
+        """Seconds until the time limit; None without limit."""
         return None if self._deadline is None else self._deadline - time.monotonic()
 
     def listen(self) -> None:
-        """Take over the signals, also from whoever put a handler in place since."""
+        """Install the signal handlers, also in place of handlers that were installed later."""
         for number in self._before:
-            signal.signal(number, self._note)
+            signal.signal(number, self._handle)
 
-    def training_begins(self) -> None:
-        """Until the first batch is there, a stop still happens at once, Ctrl-C included."""
+    def on_training_start(self) -> None:
+        """Until the first batch a request, Ctrl-C included, stops the training at once."""
         self._phase = AT_ONCE
         self.listen()
 
-    def can_save_now(self) -> None:
-        """From now on a stop waits for the end of a batch, when everything is saved."""
+    def on_first_batch(self) -> None:
+        """From now on a request waits for the end of a batch, when everything is saved."""
         self._phase = TRAINING
 
     @contextmanager
     def at_once(self) -> Iterator[None]:
-        """Inside the block a signal ends what is going on, and the block ends with `StopNow`, whatever else was raised in it.
-        Processes that were started inside (compilers) are then killed."""
+        """Inside the block a signal stops the training at once: the block ends with `StopNow`, also if it raises another
+        exception, and processes that were started inside (compilers) are killed."""
         phase, before = self._phase, descendants()
         try:
             self._phase = AT_ONCE
@@ -121,60 +124,62 @@ class StopControl:
 
     @property
     def _was_signalled(self) -> bool:
-        return self._wish is not None and self._wish.signal_number is not None
+        return self._request is not None and self._request.signal_number is not None
 
     def _require_no_signal(self) -> None:
-        if self._was_signalled:
-            assert self._wish is not None
-            raise StopNow(self._wish)
+        if self._request is not None and self._request.signal_number is not None:
+            raise StopNow(self._request)
 
-    def look(self) -> StopRequested | None:
-        """The reason to stop now, if there is one."""
-        if self._wish is None and self._deadline is not None and time.monotonic() > self._deadline:
-            self._wish = _request(None)
-        return self._wish
+    def request(self) -> StopRequested | None:
+        """The request to stop of this rank, if any."""
+        if self._request is None and self._deadline is not None and time.monotonic() > self._deadline:
+            self._request = _stop_request(None)
+        return self._request
 
     def flags(self) -> tuple[float, ...]:
-        """The wish as numbers that can be added up over ranks: one for each signal, one for the time limit."""
-        wish = self.look()
-        if wish is None:
+        """The request as numbers that can be summed over ranks: one for each signal, one for the time limit."""
+        request = self.request()
+        if request is None:
             return (0.0,) * (len(STOPPING) + 1)
-        return tuple(float(wish.signal_number == number) for number in (*STOPPING, None))
+        return tuple(float(request.signal_number == number) for number in (*STOPPING, None))
 
-    def look_together(self, flags: Sequence[float]) -> StopRequested | None:
-        """The reason to stop that follows from the flags of all ranks, the same on each."""
-        for number, wishes in zip((*STOPPING, None), flags):
-            if wishes > 0:
-                return _request(number)
+    def combined_request(self, flags: Sequence[float]) -> StopRequested | None:
+        """The request to stop of any rank, the same on all. flags: summed over ranks."""
+        for number, count in zip((*STOPPING, None), flags):
+            if count > 0:
+                return _stop_request(number)
         return None
 
-    def _note(self, number: int, frame: FrameType | None) -> None:
-        self._heard.set()
-        is_first = self._wish is None
+    def _handle(self, number: int, frame: FrameType | None) -> None:
+        self._received.set()
+        is_first = self._request is None
         if number == signal.SIGINT and (not is_first or self._phase == STARTING):
-            raise KeyboardInterrupt  # asked twice, or nothing has begun
+            raise KeyboardInterrupt  # the second Ctrl-C, or nothing has been computed yet
         if is_first:
-            self._wish = _request(number)
+            self._request = _stop_request(number)
             if self._phase != TRAINING:
-                raise StopNow(self._wish)
+                raise StopNow(self._request)
 
     def _end_if_stuck(self, number: int) -> None:
-        """Called in another thread: the main thread may be in compiled code that takes minutes."""
-        if number not in self._before or signal.getsignal(number) != self._note or self._phase == TRAINING:
+        """Called in another thread, because the main thread may be in compiled code that takes minutes."""
+        if number not in self._before or signal.getsignal(number) != self._handle or self._phase == TRAINING:
             return
-        if not self._heard.wait(STUCK_AFTER_S):
-            code = exit_code(_request(number), self._requeue_exit)
-            end_process(code, f"Stopped: {_request(number).reason}. Run the same command to resume.")
+        if not self._received.wait(STUCK_AFTER_S):
+            request = _stop_request(number)
+            end_process(
+                exit_code(request, self._requeue_exit), f"Stopped: {request.reason}. Run the same command to resume."
+            )
 
 
 def exit_code(stopped: StopRequested, requeue_exit: int) -> int:
-    """A time limit the user set is a success, Ctrl-C is what a shell reports, a batch system gets the code to start again."""
+    """0 after a time limit, 130 after Ctrl-C as in a shell, and `requeue_exit` after a signal of a batch system."""
     if stopped.signal_number is None:
         return 0
     return 128 + signal.SIGINT if stopped.signal_number == signal.SIGINT else requeue_exit
 
 
-def _request(number: int | None) -> StopRequested:
+def _stop_request(number: int | None) -> StopRequested:
+    """number: of the signal; None for the time limit."""
     if number is None:
         return StopRequested("trainer.max_time is over", None)
     name = "Ctrl-C" if number == signal.SIGINT else signal.Signals(number).name
@@ -182,17 +187,17 @@ def _request(number: int | None) -> StopRequested:
 
 
 def ask_slurm_to_requeue(notify: Callable[[str], None]) -> None:
-    """Called after SIGUSR1, the warning that `sbatch --signal=USR1@SECONDS` asks for. Outside of SLURM it does nothing."""
+    """Called after SIGUSR1, which `sbatch --signal=USR1@SECONDS` sends. Outside of SLURM it does nothing."""
     job = os.environ.get("SLURM_JOB_ID")
     if job is None:
         return
     if "SLURM_ARRAY_JOB_ID" in os.environ:
         job = f"{os.environ['SLURM_ARRAY_JOB_ID']}_{os.environ['SLURM_ARRAY_TASK_ID']}"
     if shutil.which("scontrol") is None:
-        notify(f"scontrol is not to be found here, so SLURM could not be asked to requeue job {job}.")
+        notify(f"Job {job} was not requeued, because scontrol was not found.")
         return
-    asked = subprocess.run(["scontrol", "requeue", job], capture_output=True, text=True, check=False)
-    if asked.returncode == 0:
-        notify(f"SLURM was asked to requeue job {job}; it will go on from here.")
+    result = subprocess.run(["scontrol", "requeue", job], capture_output=True, text=True, check=False)
+    if result.returncode == 0:
+        notify(f"SLURM requeues job {job}; it will resume from here.")
     else:
-        notify(f"SLURM would not requeue job {job}: {asked.stderr.strip() or asked.stdout.strip()}")
+        notify(f"SLURM did not requeue job {job}: {result.stderr.strip() or result.stdout.strip()}")

@@ -1,4 +1,4 @@
-"""The table that a training prints before its first step: data, model, task, training, and who trains where."""
+"""The table that a training prints before its first step: data, model, task, training, processes and devices."""
 
 from __future__ import annotations
 
@@ -33,14 +33,14 @@ def summarise(journal: Journal, problem: Problem, trainer: L.Trainer, monitor: s
 
 
 def _no_descriptors(problem: Problem) -> Rows:
-    """For points: told now, since it cannot be mended by the one who wants a prediction later."""
+    """A warning for points without descriptors, which cannot be added to a trained model."""
     if problem.config.data.points is None or problem.resolved["points"]["descriptors"] is not None:
         return []
-    return [("descriptors", "no data.points.descriptors: this run will not predict from structures")]
+    return [("descriptors", "no data.points.descriptors: this run cannot predict from structures")]
 
 
 def _precision(config: Config) -> str:
-    """For points: without geometry, which they have none of."""
+    """The description of the precision, adapted for points, which have no geometry."""
     text = Precision(config.training.precision).describe()
     if config.data.points is None:
         return text
@@ -79,29 +79,29 @@ def _training_rows(problem: Problem, trainer: L.Trainer, monitor: str) -> Rows:
 
 
 def effective_batch(budget: Budget, world_size: int, accumulate: int) -> str:
-    """`8 frames`, or `8 frames x 4 ranks x 2 batches a step = 64 frames a step`; `up to 4096 atoms ...`, `at least ...`."""
+    """`8 frames`, or `8 frames x 4 ranks x 2 batches per step = 64 frames per step`; `up to 4096 atoms ...`, `at least ...`."""
     kind = budget.kind
     at_most = "" if kind == "frames" else "at least " if budget.bound == "lower" else "up to "
     return effective(budget.size, kind, world_size, accumulate, at_most)
 
 
 def effective(size: int, kind: str, world_size: int, accumulate: int = 1, at_most: str = "") -> str:
-    """Samples of a step, and what they are made of. kind: in the plural."""
+    """Number of samples of a step, as a product. kind: of samples, in the plural."""
     factors = [f"{at_most}{size} {kind if size > 1 else kind[:-1]}"]
     if world_size > 1:
         factors.append(f"{world_size} ranks")
     if accumulate > 1:
-        factors.append(f"{accumulate} batches a step")
+        factors.append(f"{accumulate} batches per step")
     text = " x ".join(factors)
-    return text if len(factors) == 1 else f"{text} = {at_most}{size * world_size * accumulate} {kind} a step"
+    return text if len(factors) == 1 else f"{text} = {at_most}{size * world_size * accumulate} {kind} per step"
 
 
-def schedule_rows(scheduler: Any, world_size: int) -> Rows:
+def schedule_rows(scheduler: str | dict[str, Any] | None, world_size: int) -> Rows:
     if scheduler is None:
         return []
     name = scheduler if isinstance(scheduler, str) else scheduler["name"]
     by_steps = not isinstance(scheduler, str) and scheduler.get("interval", "epoch") == "step"
-    note = ", counted in steps as written: with more ranks an epoch has fewer" if by_steps and world_size > 1 else ""
+    note = ", counted in steps, of which an epoch has fewer with more ranks" if by_steps and world_size > 1 else ""
     return [("schedule", f"{name}{note}")]
 
 
@@ -112,7 +112,7 @@ def _average(training: TrainingOptions) -> str:
 
 
 def process_rows(trainer: L.Trainer, ranks: Ranks) -> Rows:
-    """Where and with what the training runs, as it was detected and decided."""
+    """Processes, devices and versions."""
     device, launch = trainer.strategy.root_device, ranks.launch
     together = ranks.world_size > 1
     started = launch.launcher + (f", {launch.job}" if launch.job else "")

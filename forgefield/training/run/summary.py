@@ -1,7 +1,6 @@
-"""What a training says before its first step and after its last: plain rows in a pleasant frame.
+"""Panels and tables that a training prints before its first and after its last step.
 
-The rows are (name, value) pairs of finished text; nothing here decides anything. Text from the user's files is printed
-as it is and never read as rich's markup.
+Rows are pairs of a name and a value, both text. Text from files of the user is never interpreted as markup of rich.
 """
 
 from __future__ import annotations
@@ -24,19 +23,20 @@ from torch import nn
 
 from forgefield._version import __version__
 from forgefield.data.paths import title as set_title
+from forgefield.tasks.calibration import METRICS as CALIBRATION
 from forgefield.tasks.metrics import UNITS
 from forgefield.tasks.plausibility import ADVICE, implausible_errors
 
 Rows = list[tuple[str, str]]
 SIDE_BY_SIDE = 3
-"""How many splits at most have columns of a table."""
+"""Maximum number of splits with columns of their own in a table."""
 _FRAME = 4
-"""Characters that the border and padding of a panel take from each line."""
+"""Width of the border and padding of a panel, in characters."""
 SPLIT_TITLES = {"train": "training", "val": "validation", "test": "test"}
 
 
 def print_summary(console: Console, sections: dict[str, Sequence[tuple[str, str]]]) -> None:
-    """One panel with a block of rows for each section, in the order given; a section without rows is left out."""
+    """Print a panel with the rows of each section; sections without rows are left out."""
     grid = Table.grid(padding=(0, 2))
     grid.add_column(no_wrap=True)
     grid.add_column(overflow="fold")
@@ -52,16 +52,16 @@ def print_summary(console: Console, sections: dict[str, Sequence[tuple[str, str]
 
 
 def model_rows(potential: nn.Module) -> Rows:
-    """Number of parameters, whole and by part, how many are trained, and in which precision they are kept."""
+    """Number of parameters, in total and of submodules, number of trained ones, and their type."""
     parameters = list(potential.parameters())
     total = sum(p.numel() for p in parameters)
     trainable = sum(p.numel() for p in parameters if p.requires_grad)
     rows = [("parameters", f"{total:,}" if trainable == total else f"{total:,}, {trainable:,} of them trained")]
-    sizes = {name: sum(p.numel() for p in part.parameters()) for name, part in _parts(potential)}
-    sizes["of its own"] = total - sum(sizes.values())
+    sizes = {name: sum(p.numel() for p in child.parameters()) for name, child in _children(potential)}
+    sizes["others"] = total - sum(sizes.values())
     rows += [(f"  {name}", f"{size:,}") for name, size in sizes.items() if size]
     kinds = sorted({str(p.dtype).removeprefix("torch.") for p in parameters})
-    rows.append(("weights in", ", ".join(kinds) or "no weights"))
+    rows.append(("type of weights", ", ".join(kinds) or "no weights"))
     return rows
 
 
@@ -84,17 +84,17 @@ def device_name(device: torch.device) -> str:
 
 
 def hardware(device: torch.device, world_size: int) -> dict[str, Any]:
-    """What a training runs on: processor, GPU, numbers of processes and threads, and the CUDA version."""
-    found: dict[str, Any] = {"cpu": device_name(torch.device("cpu"))}
+    """The hardware of a training: processor, GPU, numbers of processes and threads, and the CUDA version."""
+    values: dict[str, Any] = {"cpu": device_name(torch.device("cpu"))}
     if device.type != "cpu":
-        found[device.type] = device_name(device)
+        values[device.type] = device_name(device)
     if device.type == "cuda":
-        found["cuda_version"] = torch.version.cuda
-    return found | {"processes": world_size, "threads": torch.get_num_threads()}
+        values["cuda_version"] = torch.version.cuda
+    return values | {"processes": world_size, "threads": torch.get_num_threads()}
 
 
 def now() -> str:
-    """Date and time with the zone, for records."""
+    """Date and time with the time zone, in ISO format."""
     return datetime.now().astimezone().isoformat(timespec="seconds")
 
 
@@ -108,40 +108,44 @@ def end_summary(
     statistics: Mapping[str, Any] | None = None,
     note: str | None = None,
 ) -> None:
-    """Errors in physical units and how to use the model. units: of further quantities. statistics: of the training data; errors
-    far above the spread of its labels are pointed out. note: on how the training ended.
+    """Print errors in physical units and how to use the model.
 
-    results: errors by split, {"test": {"forces_mae": 41.0, ...}, "val": {...}}; or the errors of the test alone.
+    results: errors by split, {"test": {"forces_mae": 41.0, ...}, "val": {...}}; or those of the test only.
     hints: lines to copy, commands or Python.
+    units: of additional quantities.
+    statistics: of the training data, for warnings about errors far above the spread of its labels.
+    note: how the training ended.
     """
     by_split = results if any(isinstance(value, dict) for value in results.values()) else {"test": results}
     by_split = {split: _bare(split, errors) for split, errors in by_split.items() if errors}
-    parts: list[RenderableType] = []
+    content: list[RenderableType] = []
     if by_split:
         if any(key.removesuffix("_mae") != key for errors in by_split.values() for key in errors):
             table = errors_table(by_split, units)
             if len(by_split) > 1 and console.measure(table).maximum > console.width - _FRAME:
                 table = _long_errors_table(by_split, UNITS | dict(units or {}))
-            parts.append(table)
+            content.append(table)
         if any(key.endswith("_accuracy") for errors in by_split.values() for key in errors):
-            parts.append(classes_table(by_split))
+            content.append(classes_table(by_split))
+        if any(key.endswith("_nll") for errors in by_split.values() for key in errors):
+            content.append(calibration_table(by_split))
     else:
-        parts.append(Text("No errors were measured: there are no labelled validation or test frames."))
+        content.append(Text("No errors were measured: there are no labelled validation or test frames."))
     problems = {sentence for errors in by_split.values() for sentence in implausible_errors(errors, statistics or {})}
     if problems:
-        parts += [Text(f"WARNING: {sentence}", style="bold red") for sentence in sorted(problems)]
-        parts.append(Text(ADVICE, style="red"))
+        content += [Text(f"WARNING: {sentence}", style="bold red") for sentence in sorted(problems)]
+        content.append(Text(ADVICE, style="red"))
     if note:
-        parts.append(Text(note))
-    parts.append(Text.assemble(("run folder  ", "dim"), str(run_path)))
-    console.print(_panel(Group(*parts), "Result"))
+        content.append(Text(note))
+    content.append(Text.assemble(("run folder  ", "dim"), str(run_path)))
+    console.print(_panel(Group(*content), "Result"))
     for hint in hints:
-        # Unwrapped and outside the frame, so that a line can be copied whole.
+        # Outside the panel and without wrapping, so that lines can be copied.
         console.print(Text("  " + hint), soft_wrap=True)
 
 
 def errors_table(by_split: dict[str, dict[str, float]], units: Mapping[str, str] | None = None) -> Table:
-    """One row per quantity (and species), MAE and RMSE of each split, with units. units: of further quantities."""
+    """One row per quantity (and species), with MAE and RMSE of each split. units: of additional quantities."""
     units = UNITS | dict(units or {})
     if len(by_split) > SIDE_BY_SIDE:
         return _long_errors_table(by_split, units)
@@ -162,7 +166,7 @@ def errors_table(by_split: dict[str, dict[str, float]], units: Mapping[str, str]
 
 
 def _long_errors_table(by_split: dict[str, dict[str, float]], units: Mapping[str, str]) -> Table:
-    """One row per quantity and split, where there are too many splits for columns; without species."""
+    """One row per quantity and split, without species, for many splits."""
     table = Table(box=SIMPLE_HEAD, pad_edge=False, header_style="dim")
     for heading in ("error", "data"):
         table.add_column(heading, no_wrap=True)
@@ -181,7 +185,7 @@ def _long_errors_table(by_split: dict[str, dict[str, float]], units: Mapping[str
 
 
 def classes_table(by_split: dict[str, dict[str, float]]) -> Table:
-    """One row per target that is a class: what was measured of each split, shares between 0 and 1."""
+    """One row per classified target, with the metrics of each split."""
     kinds = [kind for kind in _CLASS_TITLES if any(key.endswith(f"_{kind}") for e in by_split.values() for key in e)]
     table = Table(box=SIMPLE_HEAD, pad_edge=False, header_style="dim")
     table.add_column("class", no_wrap=True)
@@ -204,6 +208,23 @@ def classes_table(by_split: dict[str, dict[str, float]]) -> Table:
 _CLASS_TITLES = {"accuracy": "accuracy", "f1": "F1", "auroc": "AUROC", "cross_entropy": "cross-entropy"}
 
 
+def calibration_table(by_split: dict[str, dict[str, float]]) -> Table:
+    """One row per quantity with uncertainties and split: how well they agree with the errors."""
+    table = Table(box=SIMPLE_HEAD, pad_edge=False, header_style="dim")
+    for heading in ("uncertainty", "data"):
+        table.add_column(heading, no_wrap=True)
+    for heading in ("neg. log-\nlikelihood", "miscalibr.\narea", "within one\ndeviation"):
+        table.add_column(heading, justify="right", no_wrap=True)
+    names = [key.removesuffix("_nll") for errors in by_split.values() for key in errors if key.endswith("_nll")]
+    for name in dict.fromkeys(names):
+        for split, errors in by_split.items():
+            if f"{name}_nll" in errors:
+                nll, area, share = (errors[f"{name}_{metric}"] for metric in CALIBRATION)
+                cells = (digits(nll) if nll >= 0 else f"-{digits(-nll)}", digits(area), f"{100 * share:.0f} %")
+                table.add_row(name, SPLIT_TITLES.get(split, set_title(split)), *cells)
+    return table
+
+
 def digits(value: float | None) -> str:
     """Three significant digits, no exponent in the usual range: `3.21`, `41.0`, `0.0071`, `12300`."""
     if value is None or not math.isfinite(value):
@@ -222,23 +243,23 @@ def _panel(content: RenderableType, title: str) -> Panel:
 
 def _rows_of(by_split: dict[str, dict[str, float]], units: Mapping[str, str]) -> list[tuple[str, str]]:
     """(quantity, species) in the order of `units`, each quantity before its species."""
-    found: dict[tuple[str, str], None] = {}
+    rows: dict[tuple[str, str], None] = {}
     for errors in by_split.values():
         for key in errors:
             name, _, species = key.partition("/")
             quantity = name.removesuffix("_mae").removesuffix("_rmse")
             if quantity != name and quantity in units:
-                found[quantity, species] = None
+                rows[quantity, species] = None
     order = list(units)
-    return sorted(found, key=lambda row: (order.index(row[0]), row[1] != ""))
+    return sorted(rows, key=lambda row: (order.index(row[0]), row[1] != ""))
 
 
 def _bare(split: str, errors: dict[str, Any]) -> dict[str, float]:
     return {key.removeprefix(f"{split}/"): float(value) for key, value in errors.items()}
 
 
-def _parts(potential: nn.Module) -> list[tuple[str, nn.Module]]:
-    """The parts of the energy model; wrappers with a single child are looked through."""
+def _children(potential: nn.Module) -> list[tuple[str, nn.Module]]:
+    """The submodules of the model inside wrappers with a single child."""
     children = list(potential.named_children())
     while len(children) == 1 and list(children[0][1].named_children()):
         children = list(children[0][1].named_children())

@@ -13,6 +13,7 @@ import pytest
 import torch
 
 from forgefield.errors import ForgefieldError
+from forgefield.kernels.cpu import compiler
 from forgefield.ldos.descriptors import DescriptorOptions, make_descriptors, native, require_fitting
 from forgefield.ldos.descriptors.bispectrum import SphereHarmonics, bispectrum_triples, quadrature
 from tests.support.snap_oracle import snap_of_point
@@ -118,7 +119,7 @@ def test_the_loop_in_c_adds_up_what_torch_does(twojmax, precision, tolerance):
 def test_without_a_compiler_torch_does_it_and_says_so_unless_the_loop_was_asked_for(monkeypatch, caplog):
     monkeypatch.setattr("shutil.which", lambda name: None)
     triples = ((0, 0, 1),)
-    native._compiled.cache_clear()
+    clear_compiler_caches()
     native._warn_once.cache_clear()
     with caplog.at_level("WARNING"):
         for _ in range(2):
@@ -127,21 +128,30 @@ def test_without_a_compiler_torch_does_it_and_says_so_unless_the_loop_was_asked_
     assert "install one, such as gcc" in caplog.text
     with pytest.raises(ForgefieldError, match="kernel='compiled' needs a working C compiler"):
         native.triple_sums(triples, torch.float64, required=True)
+    clear_compiler_caches()
+
+
+def clear_compiler_caches():
+    native._compiled.cache_clear()
+    for function in (compiler.load_c, compiler.find_compiler, compiler._describe):
+        function.cache_clear()
 
 
 @pytest.mark.skipif(not any(map(shutil.which, ("cc", "gcc", "clang"))), reason="needs a C compiler")
-def test_the_loop_in_c_leaves_tiny_numbers_to_the_process_and_works_without_openmp(monkeypatch):
+def test_the_loop_in_c_leaves_tiny_numbers_to_the_process_and_works_without_openmp(monkeypatch, tmp_path):
     """A library that is linked for fast arithmetic would have the whole process round them to zero."""
     tiny = 2.0**-1070
+    monkeypatch.setenv("FORGEFIELD_CACHE", str(tmp_path))
     for parallel in ("-fopenmp", "-fno-such-option"):
-        monkeypatch.setattr(native, "_PARALLEL", parallel)
-        native._compiled.cache_clear()
+        monkeypatch.setattr(compiler, "OPENMP", parallel)
+        clear_compiler_caches()
         loop = native.triple_sums(((0, 0, 1),), torch.float64, required=True)
         even = torch.tensor([[[1.0, 1.0]], [[tiny, tiny]]], dtype=torch.float64)
         sums = torch.zeros(1, 1, dtype=torch.float64)
         loop.add(even, torch.zeros_like(even), sums)
         assert sums.item() == 4 * tiny
-    native._compiled.cache_clear()
+    assert len(list((tmp_path / "c").glob("*.so"))) == 2
+    clear_compiler_caches()
     assert torch.tensor(tiny, dtype=torch.float64).mul(0.5).item() == tiny / 2
 
 
@@ -150,10 +160,11 @@ def test_a_compiler_that_hangs_is_none(monkeypatch, tmp_path):
     slow.write_text("#!/bin/sh\nexec sleep 20\n")
     slow.chmod(0o755)
     monkeypatch.setenv("CC", str(slow))
-    monkeypatch.setattr(native, "_TIME_LIMIT", 0.2)
+    monkeypatch.setattr(compiler, "TIMEOUT", 0.2)
+    clear_compiler_caches()
     with pytest.raises(ForgefieldError, match="did not finish within"):
         native.triple_sums(((0, 1, 1),), torch.float64, required=True)
-    native._compiled.cache_clear()
+    clear_compiler_caches()
 
 
 def test_columns_of_gaussians_are_in_the_order_that_the_settings_say():

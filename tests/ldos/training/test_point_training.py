@@ -178,7 +178,7 @@ def test_a_compiled_step_is_compared_in_the_form_in_which_it_is_used(keep, tmp_p
         return made
 
     monkeypatch.setattr(torch, "compile", compile_)
-    monkeypatch.setattr(engine_choice, "why_not", lambda name, device: None)
+    monkeypatch.setattr(engine_choice, "engine_refusal", lambda name, device: None)
     train_only(
         point_config(tmp_path, data={"points": {"energies": ENERGIES, "keep": keep}}, training={"engine": "compile"})
     )
@@ -192,7 +192,7 @@ def test_a_run_without_test_data_or_descriptors_says_so(tmp_path, capsys):
     config["trainer"]["max_epochs"] = 1
     run = api.train(config)
     log = " ".join((run.path / "log.txt").read_text().split())
-    assert "no data.points.descriptors: this run will not predict from structures" in log
+    assert "no data.points.descriptors: this run cannot predict from structures" in log
     assert "scaling and sums over snapshots float64" in log
     assert "geometry" not in log
     assert main(["test", str(run.path)]) == 2

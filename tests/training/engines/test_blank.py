@@ -10,12 +10,12 @@ from hypothesis import strategies as st
 
 from forgefield.training.engines.engine import Engine
 from forgefield.training.engines.padding import (
-    LEAST,
+    MIN_SIZES,
     Size,
     SizePlan,
     blank_frames,
     join_batches,
-    not_too_small,
+    padded_to_minimum,
     plan_sizes,
     sizes,
 )
@@ -24,7 +24,7 @@ from tests.support.structures import make_potential
 
 
 def filled(batch, frames, atoms, edges):
-    return join_batches(batch, blank_frames(batch, frames=frames, atoms=atoms, edges=edges, reach=3.0))
+    return join_batches(batch, blank_frames(batch, frames=frames, atoms=atoms, edges=edges, cutoff=3.0))
 
 
 @pytest.mark.parametrize("model", [{}, {"zbl": True, "l_max": 2}])
@@ -60,14 +60,14 @@ def test_a_filled_batch_keeps_what_a_batch_promises():
 @pytest.mark.parametrize("atoms", [(1,), (2,), (1, 1), (30, 40)])
 def test_small_batches_get_a_blank_frame_and_others_stay_as_they_are(atoms):
     batch = labelled(*atoms, periodic=False, box=9.0)
-    more = not_too_small(batch, 3.0)
-    assert all(size >= least for size, least in zip(sizes(more), LEAST.values()))
+    more = padded_to_minimum(batch, 3.0)
+    assert all(size >= least for size, least in zip(sizes(more), MIN_SIZES.values()))
     assert (more is batch) == (len(atoms) == 2 and sum(atoms) >= 64)
 
 
 def test_an_odd_number_of_blank_edges_cannot_be():
     with pytest.raises(ValueError):
-        blank_frames(labelled(2), frames=1, atoms=1, edges=3, reach=3.0)
+        blank_frames(labelled(2), frames=1, atoms=1, edges=3, cutoff=3.0)
 
 
 # ---- the plan of sizes

@@ -17,18 +17,18 @@ def test_groups_added_later_are_refused_in_words():
         update.step()
 
 
-def test_gradients_that_do_not_lie_still_are_brought_to_one_place():
+def test_gradients_that_are_not_static_are_copied_to_static_tensors():
     weights = [
         torch.nn.Parameter(torch.ones(3)),
         torch.nn.Parameter(torch.ones(2, 2)),
         torch.nn.Parameter(torch.ones(())),
     ]
-    update = CapturedUpdate(torch.optim.Adam(weights, lr=0.1), None, still=lambda: False)
+    update = CapturedUpdate(torch.optim.Adam(weights, lr=0.1), None, static_gradients=lambda: False)
     seen, kept = set(), []
     for step in range(4):
         weights[0].grad, weights[1].grad = torch.full((3,), float(step)), torch.full((2, 2), -float(step))
         kept += [weights[0].grad, weights[1].grad]  # so that the next ones lie elsewhere
-        update._move_gradients()
+        update._copy_gradients()
         assert weights[0].grad.tolist() == [step] * 3
         assert weights[1].grad.tolist() == [[-step] * 2] * 2
         assert weights[2].grad is None

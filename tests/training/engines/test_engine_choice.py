@@ -17,22 +17,27 @@ from forgefield.tasks.losses import MSE
 from forgefield.tasks.targets import Target
 from forgefield.training.engines.choose import (
     Choice,
-    Circumstances,
+    EngineSetup,
     EngineStarter,
     build,
     can_use_kernels,
+    engine_refusal,
     measure_and_choose,
     refuse_engine,
+    requested_choice,
     start,
-    wanted,
-    why_not,
 )
-from forgefield.training.engines.engine import Engine, SparingEngine, cut
+from forgefield.training.engines.engine import Engine, MemoryLimitedEngine, split_batch
 from forgefield.training.engines.padding import SizePlan
 from forgefield.training.engines.script import ScriptEngine
 from forgefield.training.engines.step import StepFunction
-from forgefield.training.engines.verify import largest_difference, moved_labels, require_equal, require_equal_evaluation
-from forgefield.training.optim.update import portable_optimiser_states, why_not_capturable
+from forgefield.training.engines.verify import (
+    largest_difference,
+    require_equal,
+    require_equal_evaluation,
+    shifted_labels,
+)
+from forgefield.training.optim.update import capture_refusal, portable_optimiser_states
 from forgefield.training.options import TrainingOptions
 from tests.support.engine_cases import ReadsAValue, difference, labelled, learnt, step_function
 from tests.support.structures import make_potential
@@ -47,8 +52,8 @@ def settings(**changes):
     return SimpleNamespace(**values)
 
 
-def circumstances(potential, said: list[str], **changes) -> Circumstances:
-    on = Circumstances(
+def engine_setup(potential, said: list[str], **changes) -> EngineSetup:
+    on = EngineSetup(
         function=lambda form: step_function(potential, ("energy", "forces"), derivative=form),
         options=settings(),
         world_size=1,
@@ -71,22 +76,22 @@ def circumstances(potential, said: list[str], **changes) -> Circumstances:
     ],
 )
 def test_what_the_config_asks_for(given, choice):
-    assert wanted(settings(**given)) == choice
+    assert requested_choice(settings(**given)) == choice
 
 
 def test_kernels_are_taken_with_graphs_where_they_can_run():
-    assert wanted(settings(engine="graphs"), can_use_kernels=True) == Choice("graphs", "kernels", "eager")
-    assert wanted(settings(engine="graphs", derivative="double"), can_use_kernels=True).derivative == "double"
-    assert wanted(settings(engine="compile"), can_use_kernels=True) == Choice("compile", "double")
-    assert not can_use_kernels(circumstances(make_potential(precision="float32"), []), CPU)
+    assert requested_choice(settings(engine="graphs"), can_use_kernels=True) == Choice("graphs", "kernels", "eager")
+    assert requested_choice(settings(engine="graphs", derivative="double"), can_use_kernels=True).derivative == "double"
+    assert requested_choice(settings(engine="compile"), can_use_kernels=True) == Choice("compile", "double")
+    assert not can_use_kernels(engine_setup(make_potential(precision="float32"), []), CPU)
 
 
 @pytest.mark.parametrize(
     ("choice", "potential", "targets", "reason"),
     [
-        (Choice("compile", "kernels"), {}, ("forces",), "not compiled or scripted"),
+        (Choice("compile", "kernels"), {}, ("forces",), "cannot be compiled or scripted"),
         (Choice("eager", "kernels"), {}, ("forces",), "NVIDIA GPU"),
-        (Choice("eager", "kernels"), {}, ("energy",), "none are trained"),
+        (Choice("eager", "kernels"), {}, ("energy",), "neither forces nor stress are trained"),
         (Choice("eager", "kernels"), {"type_embed_num_features": 1}, ("forces",), "no more species"),
     ],
 )
@@ -95,7 +100,7 @@ def test_kernels_are_refused_with_a_reason(choice, potential, targets, reason, m
         monkeypatch.setattr("forgefield.training.engines.choose.interpreted", lambda: True)
         monkeypatch.setattr("forgefield.training.engines.choose.has_triton", lambda: True)
     made = make_potential(**potential)
-    on = circumstances(made, [], function=lambda form: step_function(made, targets, derivative=form))
+    on = engine_setup(made, [], function=lambda form: step_function(made, targets, derivative=form))
     with pytest.raises(ForgefieldError, match=f"training.derivative=kernels: .*{reason}"):
         build(choice, on, CPU)
 
@@ -105,7 +110,7 @@ def test_kernels_are_refused_for_models_that_have_none(monkeypatch):
     monkeypatch.setattr("forgefield.training.engines.choose.has_triton", lambda: True)
     own = Potential(ReadsAValue("value"))
     with pytest.raises(ForgefieldError, match="this model has none"):
-        build(Choice("eager", "kernels"), circumstances(own, []), CPU)
+        build(Choice("eager", "kernels"), engine_setup(own, []), CPU)
 
 
 @pytest.mark.parametrize(("before", "now"), [("double", False), ("kernels", True), (None, True)])
@@ -114,32 +119,32 @@ def test_a_resume_goes_on_with_the_form_it_had(before, now, monkeypatch):
     chosen = None if before is None else {"name": "graphs", "derivative": before, "captured": "eager"}
     options = settings(engine="graphs")
     starter = EngineStarter(
-        options, single_process(), plan=lambda: SizePlan(()), tolerance=1e-9, notify=print, chosen_before=chosen
+        options, single_process(), plan=lambda: SizePlan(()), tolerance=1e-9, notify=print, stored_choice=chosen
     )
-    assert starter._takes_kernels(circumstances(make_potential(), []), labelled(3)) is now
+    assert starter._uses_kernels(engine_setup(make_potential(), []), labelled(3)) is now
 
 
 def test_graphs_need_a_gpu_and_say_so():
-    assert "NVIDIA GPU" in why_not("graphs", CPU)
+    assert "NVIDIA GPU" in engine_refusal("graphs", CPU)
     with pytest.raises(ForgefieldError, match="training.engine=graphs: CUDA graphs need an NVIDIA GPU"):
-        build(Choice("graphs", "double", "eager"), circumstances(make_potential(), []), CPU)
+        build(Choice("graphs", "double", "eager"), engine_setup(make_potential(), []), CPU)
 
 
 def test_a_cpu_without_compiler_is_told(monkeypatch):
     monkeypatch.setenv("PATH", "/nonexistent")
-    assert "there is none" in why_not("compile", CPU)
-    assert why_not("eager", CPU) is None
+    assert "none is installed" in engine_refusal("compile", CPU)
+    assert engine_refusal("eager", CPU) is None
 
 
 def test_settings_that_inductor_does_not_have_are_refused():
-    on = circumstances(make_potential(), [], options=settings(options={"max_autotun": True}))
+    on = engine_setup(make_potential(), [], options=settings(options={"max_autotun": True}))
     with pytest.raises(ForgefieldError, match="no setting 'max_autotun'.*max_autotune"):
         build(Choice("compile", "double"), on, CPU)
 
 
 def test_a_short_training_on_a_cpu_stays_eager_without_compiling():
     said: list[str] = []
-    choice, engine = measure_and_choose(circumstances(make_potential(), said), labelled(4, 3))
+    choice, engine = measure_and_choose(engine_setup(make_potential(), said), labelled(4, 3))
     assert choice == Choice("eager", "double")
     assert type(engine) is Engine
     assert "Engine auto: eager" in said[-1]
@@ -148,13 +153,13 @@ def test_a_short_training_on_a_cpu_stays_eager_without_compiling():
 def test_an_engine_is_compared_before_it_is_used_and_the_number_is_said():
     said: list[str] = []
     potential = make_potential(num_layers=1, l_max=0)
-    engine = start(Choice("script", "tangent"), circumstances(potential, said), labelled(4, 3))
+    engine = start(Choice("script", "tangent"), engine_setup(potential, said), labelled(4, 3))
     assert isinstance(engine, ScriptEngine)
     assert "loss, errors and all gradients equal those of the eager engine to" in said[-1]
 
 
 def test_a_users_model_that_cannot_be_traced_is_named_with_its_line():
-    on = circumstances(Potential(ReadsAValue("value")), [])
+    on = engine_setup(Potential(ReadsAValue("value")), [])
     with pytest.raises(ForgefieldError, match=r"cannot be scripted because of .*engine_cases.py:\d+: .*item\(\)"):
         start(Choice("script", "double"), on, labelled(4, 3))
 
@@ -228,7 +233,7 @@ def test_labels_are_moved_away_from_what_was_learnt():
         )
     ]
     batch = labelled(4, 3) | {"gap": torch.zeros(2, 2, dtype=torch.float64), "group": torch.ones(2)}
-    moved = moved_labels(batch, SimpleNamespace(targets=targets))
+    moved = shifted_labels(batch, SimpleNamespace(targets=targets))
     assert torch.equal(moved["energy"], batch["energy"] + torch.tensor([4, 3]))
     assert torch.equal(moved["stress"], -batch["stress"])
     assert moved["gap"].tolist() == [[0.5, 2.0]] * 2
@@ -268,7 +273,7 @@ class GivesNaN(Engine):
 
 
 @pytest.mark.parametrize(
-    ("room", "share", "text"), [(99.0, 1.0, ""), (1e-3, -1.0, "labels moved by -1 of the usual amount")]
+    ("room", "share", "text"), [(99.0, 1.0, ""), (1e-3, -1.0, "labels shifted by -1 of the usual amount")]
 )
 def test_labels_are_moved_to_where_the_loss_is_finite(room, share, text):
     batch = labelled(4, 3)
@@ -291,7 +296,7 @@ def test_where_no_labels_give_a_finite_loss_the_rest_is_compared():
     function, batch = with_energy_loss(never_finite), labelled(4, 3)
     compared = require_equal(Rounded(function), Engine(function), batch, 1e-4)
     assert (compared.share, compared.is_finite) == (0.0, False)
-    assert "values that are not finite" in compared.describe()
+    assert "values of the eager engine are not finite" in compared.describe()
     finite = step_function(function.potential)
     with pytest.raises(ForgefieldError, match="is not finite where that of PyTorch's operations"):
         require_equal(Engine(finite), Engine(function), batch, 1e-4)
@@ -319,7 +324,7 @@ def test_what_is_at_fault_is_to_be_left_out(by_kernels, monkeypatch):
         ):
             require(Wrong(function), Engine(function), batch, 1e-9)
     said: list[str] = []
-    start(Choice("eager", "double"), circumstances(make_potential(), said), batch)
+    start(Choice("eager", "double"), engine_setup(make_potential(), said), batch)
     expected = (
         "Engine eager, double derivative, sums over edges by kernels: loss, errors and all gradients equal those of "
     )
@@ -387,16 +392,16 @@ def test_where_memory_runs_out_the_batch_and_the_remedies_are_named():
         f"batch of 3 frames, 15 atoms and {batch['edge_index'].shape[1]} edges.*training.memory.split=true.*--plan"
     )
     with pytest.raises(ForgefieldError, match=message):
-        SparingEngine(Engine(function), split=False).step(batch)
+        MemoryLimitedEngine(Engine(function), split=False).step(batch)
     with pytest.raises(ForgefieldError, match=r"data.eval_batch"):
-        SparingEngine(Engine(function), split=False).evaluate(batch)
+        MemoryLimitedEngine(Engine(function), split=False).evaluate(batch)
 
 
 def test_on_request_a_batch_that_does_not_fit_is_split_with_the_same_gradients():
     batch = labelled(5, 4, 6, 3)
     most = int(torch.bincount(batch["frame"][batch["edge_index"][1]]).max())
     said: list[str] = []
-    sparing = SparingEngine(
+    sparing = MemoryLimitedEngine(
         Engine(step_function(Potential(Hungry(most)), ("energy", "forces"))), split=True, notify=said.append
     )
     plenty = Engine(step_function(Potential(Hungry(10**9)), ("energy", "forces")))
@@ -412,9 +417,9 @@ def test_on_request_a_batch_that_does_not_fit_is_split_with_the_same_gradients()
 def test_an_evaluation_that_does_not_fit_is_split_without_being_asked():
     batch = labelled(5, 4, 6, 3)
     most = int(torch.bincount(batch["frame"][batch["edge_index"][1]]).max())
-    found = SparingEngine(Engine(step_function(Potential(Hungry(most)), ("energy", "forces"))), split=False).evaluate(
-        batch
-    )
+    found = MemoryLimitedEngine(
+        Engine(step_function(Potential(Hungry(most)), ("energy", "forces"))), split=False
+    ).evaluate(batch)
     expected = Engine(step_function(Potential(Hungry(10**9)), ("energy", "forces"))).evaluate(batch)
     torch.testing.assert_close(found.sums, expected.sums, rtol=1e-12, atol=0)
     torch.testing.assert_close(found.errors, expected.errors, rtol=1e-12, atol=0)
@@ -423,21 +428,21 @@ def test_an_evaluation_that_does_not_fit_is_split_without_being_asked():
 def test_a_single_frame_that_does_not_fit_is_an_error_even_so():
     function = step_function(Potential(Hungry(1)), ("energy", "forces"))
     with pytest.raises(ForgefieldError, match="Memory ran out on a batch of 1 frames"):
-        SparingEngine(Engine(function), split=True).step(labelled(6))
+        MemoryLimitedEngine(Engine(function), split=True).step(labelled(6))
 
 
 @pytest.mark.parametrize("parts", [2, 3, 9])
 def test_a_batch_in_parts_has_the_gradients_of_the_whole(parts):
     function, batch = step_function(make_potential()), labelled(5, 1, 4, 2, 6)
-    pieces = cut(batch, parts)
+    pieces = split_batch(batch, parts)
     assert len(pieces) == min(parts, 5)
     assert sum(piece["positions"].shape[0] for piece in pieces) == 18
-    assert difference(SparingEngine(Engine(function), parts=parts, split=False), Engine(function), batch) < 1e-11
+    assert difference(MemoryLimitedEngine(Engine(function), parts=parts, split=False), Engine(function), batch) < 1e-11
 
 
 def test_sparing_changes_nothing_where_memory_suffices():
     function = step_function(make_potential())
-    assert difference(SparingEngine(Engine(function), split=True), Engine(function), labelled(4, 3)) < 1e-12
+    assert difference(MemoryLimitedEngine(Engine(function), split=True), Engine(function), labelled(4, 3)) < 1e-12
 
 
 # ---- what cannot be captured
@@ -445,9 +450,9 @@ def test_sparing_changes_nothing_where_memory_suffices():
 
 def test_optimisers_that_the_host_steers_are_named():
     weights = [nn.Parameter(torch.zeros(2))]
-    assert why_not_capturable(torch.optim.AdamW(weights)) is None
+    assert capture_refusal(torch.optim.AdamW(weights)) is None
     for optimiser in (torch.optim.SGD(weights), torch.optim.LBFGS(weights)):
-        assert f"{type(optimiser).__name__} cannot be captured" in why_not_capturable(optimiser)
+        assert f"{type(optimiser).__name__} cannot be captured" in capture_refusal(optimiser)
 
 
 def test_stored_optimisers_can_be_taken_over_by_any_engine():
@@ -469,6 +474,6 @@ def test_stored_optimisers_can_be_taken_over_by_any_engine():
 def test_kernels_without_a_gpu_are_refused_before_anything_is_done(engine, monkeypatch):
     monkeypatch.delenv("TRITON_INTERPRET", raising=False)
     with pytest.raises(
-        ForgefieldError, match="training.derivative=kernels: kernels need an NVIDIA GPU, and this is cpu"
+        ForgefieldError, match="training.derivative=kernels: kernels need an NVIDIA GPU, but this training runs on cpu"
     ):
         refuse_engine(TrainingOptions(engine=engine, derivative="kernels"), CPU)

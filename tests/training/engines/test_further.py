@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from forgefield.training.engines.compiled import CompileEngine
-from forgefield.training.engines.engine import Engine, cut
+from forgefield.training.engines.engine import Engine, split_batch
 from forgefield.training.engines.padding import blank_frames, join_batches
 from forgefield.training.engines.script import ScriptEngine
 from tests.support.engine_cases import ALL, difference
@@ -47,7 +47,7 @@ def test_compiled_equals_eager_from_one_compilation(tmp_path, monkeypatch):
 def test_blank_frames_are_inert_and_carry_no_target(targets):
     potential, batch = predictor("nequip", has_energy=bool(targets)), with_fields(5, 3)
     step = function(potential, targets)
-    blank = blank_frames(batch, frames=3, atoms=7, edges=200, reach=3.0, shapes=SHAPES, targets=step.task.outputs)
+    blank = blank_frames(batch, frames=3, atoms=7, edges=200, cutoff=3.0, shapes=SHAPES, targets=step.task.outputs)
     assert all(bool(blank[name].isnan().all()) for name in FACTS)
     assert not bool(blank["field_strength"].any())
     a, b = Engine(step).differentiate(batch), Engine(step).differentiate(join_batches(batch, blank))
@@ -62,7 +62,7 @@ def test_parts_of_a_batch_add_up_to_the_whole():
     engine, batch = Engine(step), with_fields(5, 3, 4, 2)
     known = step.task.counts(batch)
     whole = engine.differentiate(batch, lambda: known)
-    parts = [engine.differentiate(part, lambda: known) for part in cut(batch, 3, SHAPES)]
+    parts = [engine.differentiate(part, lambda: known) for part in split_batch(batch, 3, SHAPES)]
     for number, gradient in enumerate(whole.gradients):
         torch.testing.assert_close(sum(p.gradients[number] for p in parts), gradient, rtol=1e-11, atol=1e-12)
 

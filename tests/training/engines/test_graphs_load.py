@@ -5,7 +5,7 @@ With TRITON_INTERPRET=1 the copies are made by the kernel, else by torch.
 
 import torch
 
-from forgefield.training.engines.graphs import Loader
+from forgefield.training.engines.graphs import StaticInputs
 from forgefield.training.engines.padding import blank_frames, sizes
 from tests.support.engine_cases import labelled
 
@@ -20,8 +20,8 @@ def assert_loaded(loader, batch, blank):
 
 def loader_for(like, denominators=None):
     n_frames, n_atoms, n_edges = sizes(like)
-    blank = blank_frames(like, frames=n_frames, atoms=n_atoms + 2, edges=n_edges + 6, reach=4.0)
-    return Loader(blank, denominators), blank
+    blank = blank_frames(like, frames=n_frames, atoms=n_atoms + 2, edges=n_edges + 6, cutoff=4.0)
+    return StaticInputs(blank, denominators), blank
 
 
 def test_a_batch_is_put_in_front_of_blank_frames():

@@ -10,9 +10,9 @@ from forgefield.errors import ForgefieldError
 from forgefield.models import Potential
 from forgefield.training.engines.compiled import conditions
 from forgefield.training.engines.engine import Engine
-from forgefield.training.engines.padding import LEAST
+from forgefield.training.engines.padding import MIN_SIZES
 from forgefield.training.engines.script import ScriptEngine
-from forgefield.training.engines.tracing import trace, where_it_broke
+from forgefield.training.engines.tracing import failing_line, trace
 from tests.support.engine_cases import ReadsAValue, difference, labelled, potential_of, step_function
 from tests.support.structures import make_potential
 
@@ -54,7 +54,7 @@ def test_a_model_that_breaks_the_trace_is_named_with_its_line(how, line):
     engine = ScriptEngine(function)
     with pytest.raises(Exception) as caught:
         engine.differentiate(labelled(4, 3))
-    told = str(caught.value) if isinstance(caught.value, ForgefieldError) else where_it_broke(caught.value)
+    told = str(caught.value) if isinstance(caught.value, ForgefieldError) else failing_line(caught.value)
     assert line in told
     assert "engine_cases.py" in told
 
@@ -70,5 +70,5 @@ def test_a_trace_holds_for_all_sizes():
     )
     assert not traced.environment.pinned
     holds = conditions(traced)
-    assert all(holds(*size) for size in (tuple(LEAST.values()), (3, 10**5, 10**7), (10**4, 10**5, 2 * 10**6)))
+    assert all(holds(*size) for size in (tuple(MIN_SIZES.values()), (3, 10**5, 10**7), (10**4, 10**5, 2 * 10**6)))
     assert set(traced.symbols) == {"frames", "atoms", "edges"}

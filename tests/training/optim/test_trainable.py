@@ -11,7 +11,7 @@ import torch
 
 from forgefield.errors import ForgefieldError
 from forgefield.runs import Run
-from forgefield.training.optim.trainable import add_low_rank, plain_state
+from forgefield.training.optim.trainable import add_low_rank, merged_state
 from forgefield.training.problem.transfer import _energy_terms
 from forgefield.training.run.checkpoint import list_checkpoints, load_checkpoint
 from tests.support.deeppots import make_deeppot
@@ -155,7 +155,7 @@ def test_changes_of_low_rank_start_at_nothing_and_merge_into_the_matrices(make, 
         for name, parameter in changed.named_parameters():
             if name.endswith(".up"):
                 parameter.copy_(torch.randn(parameter.shape, generator=generator, dtype=parameter.dtype))
-    state = plain_state(changed)
+    state = merged_state(changed)
     assert state.keys() == plain.state_dict().keys()
     changed_outputs = changed(batch)
     assert not torch.equal(changed_outputs["energy"], plain(batch)["energy"])
@@ -186,12 +186,15 @@ def test_what_a_run_with_low_rank_changes_writes_is_a_plain_model(folder):
         ({"freeze": ["*"]}, r"training\.freeze matches every parameter"),
         ({"lr_groups": {"head": 2.0}}, r"training\.lr_groups: no trained parameter .* matches 'head'.*heads"),
         ({"lr_groups": {"model.*": 0.0}}, r"a positive factor of training\.lr; what is not to be trained goes into"),
-        ({"lr_groups": {"*": 0.5, "model.*": 0.1}}, r"training\.lr_groups\.model\.\*: a pattern before it names all"),
+        (
+            {"lr_groups": {"*": 0.5, "model.*": 0.1}},
+            r"training\.lr_groups\.model\.\*: everything that it matches is matched",
+        ),
         ({"lora": {"rank": 2}}, r"'training\.lora' changes the matrices of a trained model"),
-        ({"weighting": "softadpat"}, r"training\.weighting: there is no 'softadpat'\. Did you mean 'softadapt'"),
+        ({"weighting": "softadpat"}, r"training\.weighting: unknown name 'softadpat'\. Did you mean 'softadapt'"),
         ({"weighting": {"name": "softadapt", "evry": 2}}, r"Did you mean 'every'"),
         ({"weighting": {"name": "softadapt", "every": 0}}, r"training\.weighting\.every is 0"),
-        ({"weighting": "uncertainty"}, r"training\.weighting balances several targets, and the task has one"),
+        ({"weighting": "uncertainty"}, r"training\.weighting balances several targets, but the task has only one"),
     ],
 )
 def test_settings_that_cannot_be_are_refused(training, sentence, folder):

@@ -24,7 +24,7 @@ from forgefield.errors import ForgefieldError
 from forgefield.models.deeppot.exporter import write_deepmd
 from forgefield.runs import Run
 from forgefield.training.problem.initial_model import InitialModel
-from forgefield.training.problem.initial_options import KnownModel, require_same_options
+from forgefield.training.problem.initial_options import SourceModel, require_same_options
 from tests.support.deepmd_program import ask, deepmd_python
 from tests.support.deeppots import make_deeppot
 from tests.support.helpers import emt_frames, tiny_config
@@ -355,7 +355,7 @@ def test_a_model_of_the_users_own_is_trained_further_but_may_have_no_shifts(plac
 
 def test_neighbours_are_those_of_the_model(place, tmp_path):
     options = {"name": "nequip", "species": ["Au", "Cu"], "cutoff": 3.0, "adaptive_cutoff": 4.5, "max_neighbours": 9}
-    initial = InitialModel(KnownModel("run first", {"name": "nequip"}, options), None, "keep")
+    initial = InitialModel(SourceModel("run first", {"name": "nequip"}, options), None, "keep")
     settled = initial.settle(load_config(extra_outputs(place, tmp_path, "nequip")), print)
     assert (settled.data.cutoff, settled.data.adaptive_cutoff, settled.data.max_neighbours) == (3.0, 4.5, 9)
     assert list(settled.data.species) == ["Au", "Cu"]
@@ -366,7 +366,7 @@ def test_neighbours_are_those_of_the_model(place, tmp_path):
 )
 def test_room_of_se_atten_is_for_neighbours_of_any_species(given, fits):
     options = {"name": "deeppot", "species": ["H", "O"], "descriptor": {"type": "se_atten", "sel": 70}}
-    known = KnownModel("run first", options, options)
+    known = SourceModel("run first", options, options)
     model = {"from": "first", "descriptor": {"type": "se_atten", "sel": given}}
     with nullcontext() if fits else pytest.raises(ForgefieldError, match="model.descriptor.sel"):
         require_same_options(model, known, ["O", "H"])
@@ -447,7 +447,9 @@ def test_an_imported_nequip_is_trained_further(water, capsys):
     run = train_only(imported_config(water))
     assert_equal(Remember.state, potential.state_dict(), "model.energy_shifts")
     assert run.cutoff == 3.0
-    with pytest.raises(ForgefieldError, match="Run theirs was imported, and stays as it is.*--init-model runs/theirs"):
+    with pytest.raises(
+        ForgefieldError, match="Run theirs was imported and cannot be trained.*--init-model runs/theirs"
+    ):
         train_only(imported_config(water) | {"name": "theirs", "model": {"name": "nequip"}})
 
 

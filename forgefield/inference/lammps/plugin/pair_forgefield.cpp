@@ -48,6 +48,7 @@ struct Opened {
   double cutoff;           // A
   int64_t width;           // numbers per atom of the widest exchange; 0 for a model that needs none
   int64_t several_ranks;   // whether the model can be divided among processes
+  int64_t uncertain;       // whether uncertainties are computed
 };
 
 struct Step {
@@ -58,6 +59,7 @@ struct Step {
   const double *vectors;         // (n_edges, 3) from centre to neighbour, A
   double *energies;              // (n_local,) to be set, eV
   double *slopes;                // (n_edges, 3) to be set: derivative of the energy in the vector, eV/A
+  double *uncertainties;         // (n_local,) to be set where they are computed: uncertainties of the energies, eV
   void *pair;                    // first argument of the two functions below
   int (*forward)(void *pair, double *rows, int64_t width);    // rows (n_atoms, width): set those of ghosts
   int (*reverse)(void *pair, double *rows, int64_t width);    // add those of ghosts to their owners' rows
@@ -156,6 +158,7 @@ class PairForgefield : public Pair {
     collect_edges();
     energies.assign(n_local, 0.0);
     slopes.assign(3 * source.size(), 0.0);
+    uncertainties.assign(n_local + 1, 0.0);    // not empty, so that its address can be passed on
     Step step = {};
     step.n_local = n_local;
     step.n_atoms = (int64_t) types.size();
@@ -167,6 +170,7 @@ class PairForgefield : public Pair {
     step.vectors = vectors.data();
     step.energies = energies.data();
     step.slopes = slopes.data();
+    step.uncertainties = uncertainties.data();
     step.pair = this;
     step.forward = [](void *pair, double *rows, int64_t width) {
       return ((PairForgefield *) pair)->guarded(&PairForgefield::exchange_forward, rows, (int) width);
@@ -183,7 +187,18 @@ class PairForgefield : public Pair {
     }
     // Not all processes need to fail; this ends the others as well.
     if (failed) error->one(FLERR, "pair_style forgefield: {}", std::string(message));
+    for (double &value : uncertainties) value *= energy_unit;
     add_results();
+  }
+
+  // For `fix ID group pair N forgefield uncertainty 0`.
+  void *extract_peratom(const char *name, int &columns_of_name) override
+  {
+    if (strcmp(name, "uncertainty") != 0) return nullptr;
+    if (!opened.uncertain)
+      error->all(FLERR, "pair_style forgefield computes uncertainties only with: pair_style forgefield RUN uncertainty yes");
+    columns_of_name = 0;
+    return uncertainties.data();
   }
 
   int pack_forward_comm(int n, int *list, double *buffer, int, int *) override
@@ -226,7 +241,7 @@ class PairForgefield : public Pair {
   std::vector<int> ghosts;       // atoms of LAMMPS in the rows from n_local on
   std::vector<int64_t> source, destination;
   std::vector<int> neighbours;    // of every edge: the atom of LAMMPS, possibly a ghost
-  std::vector<double> vectors, energies, slopes;
+  std::vector<double> vectors, energies, slopes, uncertainties;
 
   std::vector<double> field;    // what is exchanged: (atoms of LAMMPS, stride)
   int stride = 0, first_column = 0, columns = 0;

@@ -1,7 +1,7 @@
 """The convolution by generated kernels, in its four passes, against the plain sum it stands for and the derivatives of that.
 
 The oracle is that sum in float64, path by path and edge by edge. Without a GPU kernels run in Triton's interpreter, which has
-to be asked for before Triton is imported: `TRITON_INTERPRET=1 pytest tests/ops/kernels`.
+to be asked for before Triton is imported: `TRITON_INTERPRET=1 pytest tests/kernels`.
 """
 
 import random

@@ -13,19 +13,21 @@ from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from rich.console import Console
 
 from forgefield.parallel.ranks import single_process
-from forgefield.training.callbacks.progress import RunProgress, clock, line_is_due, short
+from forgefield.training.callbacks.progress import RunProgress, line_is_due, short_duration, short_number
+from forgefield.training.module import Throughput
 from forgefield.training.run.start_summary import process_rows
 from forgefield.training.run.summary import digits, end_summary, model_rows, print_summary
 
 SHOW_CURSOR, HIDE_CURSOR = "\x1b[?25h", "\x1b[?25l"
 
 
-class Counters:
-    """Stands at a fixed speed, and like the real ones starts anew (None) after each row of metrics."""
+class Counters(Throughput):
+    """Throughput at a fixed rate; None after each row of metrics, as the real one."""
 
-    def __init__(self) -> None:
-        self.atoms_per_second: float | None = None
-        self.frames_per_second: float | None = None
+    rates: dict[str, float] = {}
+
+    def per_second(self, name: str) -> float | None:
+        return self.rates.get(name)
 
 
 class Line(L.LightningModule):
@@ -40,7 +42,7 @@ class Line(L.LightningModule):
     def training_step(self, batch, batch_idx):
         if self.global_step == self.fail_at:
             raise RuntimeError("on purpose")
-        self.throughput.atoms_per_second, self.throughput.frames_per_second = 8123.0, 341.0
+        self.throughput.rates = {"atoms": 8123.0, "frames": 341.0}
         return (self.slope - batch).square().mean()
 
     def validation_step(self, batch, batch_idx):
@@ -50,7 +52,7 @@ class Line(L.LightningModule):
         epoch = float(self.current_epoch)
         self.log_dict({"train/loss": 0.5 / (1 + epoch), "train/forces_mae": 50.0})
         self.log_dict({"val/loss": abs(epoch - 2.0), "val/energy_mae": 3.21, "val/forces_mae": 41.0 + epoch})
-        self.throughput.atoms_per_second = self.throughput.frames_per_second = None
+        self.throughput.rates = {}
 
     def configure_optimizers(self):
         return torch.optim.SGD(self.parameters(), lr=0.01)
@@ -223,8 +225,14 @@ def test_printing_goes_above_the_bar_and_is_not_markup() -> None:
 
 
 def test_speeds_and_times_are_short() -> None:
-    assert [short(x) for x in (3.14159, 812.0, 8123.0, 312_000.0, 1.3e6)] == ["3.1", "812", "8.1k", "312k", "1.3M"]
-    assert [clock(x) for x in (48, 80, 8040, 273_600, None)] == ["48s", "1m20s", "2h14m", "3d04h", "?"]
+    assert [short_number(x) for x in (3.14159, 812.0, 8123.0, 312_000.0, 1.3e6)] == [
+        "3.1",
+        "812",
+        "8.1k",
+        "312k",
+        "1.3M",
+    ]
+    assert [short_duration(x) for x in (48, 80, 8040, 273_600, None)] == ["48s", "1m20s", "2h14m", "3d04h", "?"]
     values = [digits(x) for x in (0.0, 0.9999, 41.04, 12345.0, 1.2e-5, None)]
     assert values == ["0", "1.00", "41.0", "12300", "1.20e-05", "-"]
 
@@ -249,10 +257,10 @@ def test_model_rows_count_parameters_by_part() -> None:
     assert rows["parameters"] == "20, 16 of them trained"
     assert rows["  embedding"] == "16"
     assert rows["  readout"] == "4"
-    assert "  of its own" not in rows
+    assert "  others" not in rows
     core.register_parameter("species_shift", torch.nn.Parameter(torch.zeros(2)))
-    assert dict(model_rows(torch.nn.ModuleDict({"model": core})))["  of its own"] == "2"
-    assert rows["weights in"] == "float32"
+    assert dict(model_rows(torch.nn.ModuleDict({"model": core})))["  others"] == "2"
+    assert rows["type of weights"] == "float32"
 
 
 def test_the_table_says_who_trains_where() -> None:

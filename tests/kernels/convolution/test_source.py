@@ -10,7 +10,7 @@ from forgefield.kernels.convolution.source import write_kernel
 from forgefield.kernels.core.generation import ArgumentTable
 from forgefield.ops.convolution_plan import Block, plan_convolution
 
-PAGE = Path(__file__).parents[2] / "docs" / "explanations" / "kernel-code.md"
+PAGE = Path(__file__).parents[3] / "docs" / "explanations" / "kernel-code.md"
 
 
 def test_documented_kernel_is_the_generated_one():

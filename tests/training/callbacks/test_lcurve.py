@@ -171,7 +171,9 @@ def test_a_path_with_a_folder_is_taken_from_the_working_directory(
     assert (tmp_path / "curves" / "water.out").read_text() == before
 
 
-@pytest.mark.parametrize(("curve", "said"), [({"errors": "r2"}, "rmse or mae"), ({"every": 0}, "every so many steps")])
+@pytest.mark.parametrize(
+    ("curve", "said"), [({"errors": "r2"}, "rmse or mae"), ({"every": 0}, "must be a positive integer")]
+)
 def test_what_has_no_meaning_is_refused(curve: dict[str, Any], said: str, tmp_path: Path) -> None:
     with pytest.raises(ForgefieldError, match=said):
         train_only(curve_config(tmp_path, curve=curve))

@@ -390,7 +390,7 @@ def test_keys_without_an_effect_of_their_own_are_told() -> None:
 
 # --- the page for users
 
-PAGE = (Path(__file__).parents[2] / "docs" / "guides" / "from-deepmd.md").read_text(encoding="utf-8")
+PAGE = (Path(__file__).parents[3] / "docs" / "guides" / "from-deepmd.md").read_text(encoding="utf-8")
 
 
 def test_settings_that_the_page_names_exist() -> None:
