@@ -1,7 +1,7 @@
 """Execute the tutorials in docs/notebooks (Markdown with code cells) and store them with their output in docs/tutorials.
 
-    python docs/execute.py                       # all; or: make tutorials
-    python docs/execute.py first-potential
+python docs/execute.py                       # all; or: make tutorials
+python docs/execute.py first-potential
 """
 
 from __future__ import annotations
@@ -68,7 +68,7 @@ def execute(notebook: nbformat.NotebookNode, folder: Path) -> float:
             cell["execution_count"] -= 1
         for output in cell.get("outputs", []):
             if output.get("output_type") == "stream":
-                output["text"] = _final_text(output["text"]).replace(f"{folder}/", "")
+                output["text"] = _final_text(output["text"]).replace(f"{folder}/", "").replace(str(Path.home()), "~")
     return time.monotonic() - started
 
 

@@ -58,7 +58,12 @@ SHORTER = {
         ("(start / 64)", "(start / 8)"),
         ("(hot / 64)", "(hot / 8)"),
     ],
-    "properties": [("range(300)", "range(30)"), (":240]", ":24]"), ("[240:]", "[24:]"), ("max_epochs: 40", "max_epochs: 1")],
+    "properties": [
+        ("range(300)", "range(30)"),
+        (":240]", ":24]"),
+        ("[240:]", "[24:]"),
+        ("max_epochs: 40", "max_epochs: 1"),
+    ],
 }
 """Replacements in the source of each tutorial, so that it takes seconds."""
 TUTORIALS = sorted(path.stem for path in (DOCS / "notebooks").glob("*.md"))
