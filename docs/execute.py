@@ -64,7 +64,7 @@ def execute(notebook: nbformat.NotebookNode, folder: Path) -> float:
         del notebook.cells[0]
     for cell in notebook.cells:
         cell.metadata.pop("execution", None)
-        if "execution_count" in cell:
+        if cell.get("execution_count"):
             cell["execution_count"] -= 1
         for output in cell.get("outputs", []):
             if output.get("output_type") == "stream":
