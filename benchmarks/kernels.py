@@ -149,7 +149,7 @@ class Scene:
         self.harmonics, _, self.place, at = EdgeGeometry.apply(self.vectors, self.inverse, l_max, knots, dtype)
         self.at = Intervals(at, knots).sort()
         d_harmonics, self.d_place = moved_geometry(self.vectors, self.tangents, self.inverse, l_max, knots, dtype)
-        self.motion = Motion(d_harmonics, place=self.d_place)
+        self.motion = Motion(d_harmonics, position=self.d_place)
         self.network = Network(model, batch["species"], self.graph)
         self.radials = [Radial(table.words, at, self.place, table.unit) for table in self.tables()]
         features = self.network.values(self.harmonics, self.radials)

@@ -49,6 +49,7 @@ from forgefield.trust.uncertainty import fit_after_training, fit_uncertainty
 
 if TYPE_CHECKING:
     from forgefield.trust.evaluate import EvaluationReport
+    from forgefield.trust.loop.learn import Learning
     from forgefield.trust.relaxation import Relaxation
     from forgefield.trust.simulation import Simulation
 
@@ -71,6 +72,7 @@ __all__ = [
     "import_mala",
     "import_model",
     "inspect_data",
+    "learn",
     "load",
     "load_run",
     "md",
@@ -733,6 +735,31 @@ def evaluate(
     if out is None and (opened.path / "report.html").is_file():
         write_report(opened.path)
     return report
+
+
+def learn(
+    loop: str | os.PathLike[str],
+    *overrides: str,
+    device: str = "cpu",
+    notify: Callable[[str], None] = lambda text: None,
+) -> Learning:
+    """Active learning as a file describes it. Calling it again resumes the loop; no label is computed twice.
+
+    Parameters
+    ----------
+    loop
+        YAML file with the options in `forgefield.trust.loop.options.LoopOptions`.
+    *overrides
+        `key=value` strings, as on the command line.
+    device
+        Where simulations run.
+    notify
+        Called with progress messages.
+    """
+    from forgefield.trust.loop.learn import run_loop
+
+    _require_first_rank("learn")
+    return run_loop(loop, overrides, device=device, notify=notify)
 
 
 def report(run: RunSource) -> Path:

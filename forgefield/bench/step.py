@@ -300,7 +300,7 @@ class _MatrixProducts(TorchDispatchMode):
     """
 
     def __init__(self) -> None:
-        super().__init__()
+        TorchDispatchMode.__init__(self)
         self.flops = 0
 
     def __torch_dispatch__(

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from forgefield.data.batch import batch_shapes, with_edges
 from forgefield.errors import ForgefieldError
-from forgefield.ops.keyed import combined
+from forgefield.ops.functions import combine_keys
 from forgefield.settings import Config
 from forgefield.tasks.metrics import ErrorMetrics, unit_of
 from forgefield.tasks.task import Task
@@ -104,7 +104,7 @@ def _with_fresh_keys(batch: Batch, step: int) -> Batch:
     if "frame_key" not in batch:
         return batch
     keys = batch["frame_key"]
-    return batch | {"frame_key": combined(keys, torch.full_like(keys, step))}
+    return batch | {"frame_key": combine_keys(keys, torch.full_like(keys, step))}
 
 
 def errors_of(

@@ -34,6 +34,7 @@ VERBS = {
     "select": ("select", "choose structures of a pool to compute next: where the model is unsure"),
     "md": ("md", "molecular dynamics with a trained model, continued exactly after an interruption"),
     "relax": ("relax", "relax structures, and their cells, with a trained model"),
+    "learn": ("learn", "active learning: explore, select, label, train and repeat, resumable at any stage"),
     "evaluate": ("evaluate", "test the physics: elastic constants, phonons, stability, liquids, next to a reference"),
     "check": ("check", "check symmetry, exact derivatives and smoothness of your model on your data"),
     "data": ("data", "inspect data, convert it to a store, select a small sample"),

@@ -38,7 +38,7 @@ from forgefield.training.probing import (
 )
 
 POLICIES = ("stop", "skip", "zero")
-KEPT = 100
+MAX_EVENTS = 100
 """Number of events stored with their layers and frames; all events are counted."""
 LAG = 2
 """Steps after which a result is read from a GPU."""
@@ -63,17 +63,17 @@ class _PendingCheck:
         return {name: "NaN" if value != value else "Inf" for name, value in values if not abs(value) < float("inf")}
 
 
-def _any_not_finite(gradients: list[Tensor], found: Tensor) -> Tensor:
-    """Write 1 or 0 into `found`, on the device, with the check of torch's gradient scalers: one call for all gradients."""
-    if found.device.type not in ("cpu", "cuda"):
-        return found.copy_(~torch.stack([g.isfinite().all() for g in gradients]).all())
-    found.zero_()
+def _any_not_finite(gradients: list[Tensor], flag: Tensor) -> Tensor:
+    """Write 1 or 0 into `flag`, on the device, with the check of torch's gradient scalers: one call for all gradients."""
+    if flag.device.type not in ("cpu", "cuda"):
+        return flag.copy_(~torch.stack([g.isfinite().all() for g in gradients]).all())
+    flag.zero_()
     by_type: dict[torch.dtype, list[Tensor]] = {}
     for gradient in gradients:
         by_type.setdefault(gradient.dtype, []).append(gradient)
     for group in by_type.values():
-        torch._amp_foreach_non_finite_check_and_unscale_(group, found, torch.ones_like(found))
-    return found
+        torch._amp_foreach_non_finite_check_and_unscale_(group, flag, torch.ones_like(flag))
+    return flag
 
 
 def _largest(gradients: list[Tensor]) -> Tensor:
@@ -104,7 +104,7 @@ class GradientCheck(Diagnosis):
         self.memory = {"in_a_row": 0}
         self._names: dict[int, str] = {}
         self._waiting: deque[_PendingCheck] = deque()
-        self._found: Tensor | None = None
+        self._not_finite: Tensor | None = None
         self._batches: list[tuple[object, int]] = []
         self._trainer: L.Trainer | None = None
 
@@ -140,15 +140,15 @@ class GradientCheck(Diagnosis):
         gradients = [p.grad.detach() for p in parameters]
         step = trainer.global_step + 1
         self.numbers["checked"] += 1
-        if self._found is None or self._found.device != gradients[0].device:
-            self._found = torch.zeros((), dtype=torch.float32, device=gradients[0].device)
-        found = _any_not_finite(gradients, self._found)
+        if self._not_finite is None or self._not_finite.device != gradients[0].device:
+            self._not_finite = torch.zeros((), dtype=torch.float32, device=gradients[0].device)
+        not_finite = _any_not_finite(gradients, self._not_finite)
         if self.norms_every and (step - 1) % self.norms_every == 0:
             self._keep_norm(step, gradients)
-        lag = self._lag(optimizer, found.device)
+        lag = self._lag(optimizer, not_finite.device)
         if lag == 0:
             self._set_found_inf(optimizer, None)
-            if not bool(found):
+            if not bool(not_finite):
                 self.memory["in_a_row"] = 0
                 return
             check = _PendingCheck(step, self._named(parameters), _largest(gradients), None, list(self._batches))
@@ -157,7 +157,7 @@ class GradientCheck(Diagnosis):
             self._report(trainer, pl_module, check, bad)
             return
         check = _PendingCheck(step, self._named(parameters), *_to_host(_largest(gradients)), list(self._batches))
-        self._act_on_device(pl_module, optimizer, gradients, found)
+        self._act_on_device(pl_module, optimizer, gradients, not_finite)
         self._waiting.append(check)
         while len(self._waiting) > lag:
             self._read(trainer, pl_module)
@@ -201,22 +201,22 @@ class GradientCheck(Diagnosis):
             _discard_step(pl_module)
 
     def _act_on_device(
-        self, pl_module: L.LightningModule, optimizer: Optimizer, gradients: list[Tensor], found: Tensor
+        self, pl_module: L.LightningModule, optimizer: Optimizer, gradients: list[Tensor], flag: Tensor
     ) -> None:
-        not_finite = found > 0
+        not_finite = flag > 0
         if self.policy == "zero":
             for gradient in gradients:
                 gradient.nan_to_num_(nan=0.0, posinf=0.0, neginf=0.0)
             _discard_step(pl_module, not_finite, average=False)
             return
-        self._set_found_inf(optimizer, self._found)
+        self._set_found_inf(optimizer, self._not_finite)
         _discard_step(pl_module, not_finite)
 
     def _set_found_inf(self, optimizer: Any, value: Tensor | None) -> None:
         """torch's fused optimisers skip a step when their attribute `found_inf`, a number on the device, is 1."""
         if value is not None:
             optimizer.found_inf = value
-        elif self._found is not None and getattr(optimizer, "found_inf", None) is self._found:
+        elif self._not_finite is not None and getattr(optimizer, "found_inf", None) is self._not_finite:
             del optimizer.found_inf
 
     # ---- reporting
@@ -238,7 +238,7 @@ class GradientCheck(Diagnosis):
         self.numbers["bad"] += 1
         self.memory["in_a_row"] += 1
         frames = None
-        if self.count <= KEPT:
+        if self.count <= MAX_EVENTS:
             frames = self._frames(trainer, pl_module, check)
             self.numbers["events"].append({"step": check.step, "layers": list(bad), "frames": frames})
         kinds = " and ".join(sorted(set(bad.values())))

@@ -29,7 +29,7 @@ from forgefield.training.probing import drop_gradients, mean_over_ranks, probed,
 
 TO_SIGMA = 1.4826
 """A median deviation times this is the standard deviation of a normal distribution."""
-KEPT = 4000
+MAX_LOSSES = 4000
 """Maximum number of losses kept for the curve."""
 MAX_CONSECUTIVE = 2
 """Rollbacks to the same state after which the next one stops the training, since it would only repeat itself."""
@@ -68,7 +68,7 @@ class LossSpike(Diagnosis):
         self.memory = {"recent": [], "snapshots": [], "rollbacks": 0, "waiting": [], "every": 1}
         self._loss: Tensor | None = None
         self._batches = 0
-        self._seen = 0
+        self._evaluations = 0
         self._arriving: deque[tuple[int, Tensor]] = deque()
 
     @property
@@ -89,18 +89,18 @@ class LossSpike(Diagnosis):
     def on_train_batch_start(
         self, trainer: L.Trainer, pl_module: L.LightningModule, batch: object, batch_idx: int
     ) -> None:
-        self._seen = 0
+        self._evaluations = 0
         if batch_idx % trainer.accumulate_grad_batches == 0:
             self._loss, self._batches = None, 0
 
     def on_before_backward(self, trainer: L.Trainer, pl_module: L.LightningModule, loss: Tensor) -> None:
-        if self._seen == 0:  # some optimisers and callbacks evaluate a batch several times
+        if self._evaluations == 0:  # some optimisers and callbacks evaluate a batch several times
             inspected = probed(pl_module)
             task_loss = inspected.task_loss if inspected is not None else None
             part = (loss * trainer.accumulate_grad_batches if task_loss is None else task_loss).detach().double()
             self._loss = part if self._loss is None else self._loss + part
             self._batches += 1
-        self._seen += 1
+        self._evaluations += 1
 
     def on_before_optimizer_step(self, trainer: L.Trainer, pl_module: L.LightningModule, optimizer: Optimizer) -> None:
         if self._loss is None:
@@ -173,7 +173,7 @@ class LossSpike(Diagnosis):
         if step % self.memory["every"] == 0:
             losses["step"].append(step)
             losses["loss"].append(loss)
-        if len(losses["step"]) > KEPT:
+        if len(losses["step"]) > MAX_LOSSES:
             self.memory["every"] *= 2
             self.numbers["losses"] = {key: values[::2] for key, values in losses.items()}
 
@@ -260,13 +260,13 @@ def _parameters(optimizer: Optimizer) -> list[torch.nn.Parameter]:
     return [p for group in optimizer.param_groups for p in group["params"]]
 
 
-def _restore(states: dict[Tensor, dict[str, Any]], parameter: torch.nn.Parameter, kept: dict[str, Any]) -> None:
+def _restore(states: dict[Tensor, dict[str, Any]], parameter: torch.nn.Parameter, stored: dict[str, Any]) -> None:
     """Restore the optimiser's state of a parameter. Tensors keep their address, since captured steps read them there."""
-    if not kept:
+    if not stored:
         states.pop(parameter, None)
         return
     live = states[parameter]
-    for key, value in kept.items():
+    for key, value in stored.items():
         if isinstance(value, Tensor) and isinstance(live.get(key), Tensor):
             live[key].copy_(value)
         else:

@@ -95,8 +95,8 @@ def _finite(value: object) -> object:
 # ---- figures
 
 
-INK, LINE, GRID = "#414b5a", "#a3adba", "#e4e8ee"
-BLUE, ORANGE, GREEN, PURPLE = "#0969ac", "#d2600a", "#0a8a68", "#a5508f"
+LINE, GRID = "#a3adba", "#e4e8ee"
+BLUE, ORANGE, GREEN = "#0969ac", "#d2600a", "#0a8a68"
 
 
 def autocorrelation_figure(record: Record) -> Figure | None:

@@ -147,11 +147,11 @@ def rate_too_high(update: float, losses: Sequence[float]) -> Rule | None:
     limit = UPDATE_HIGH if len(losses) > 1 else 1.0  # a first step may be large
     if not update > limit and not diverged:
         return None
-    seen = f"one step changes the weights by {update:.2g} of their size" if update > limit else ""
+    observation = f"one step changes the weights by {update:.2g} of their size" if update > limit else ""
     grown = f"the loss is {loss:.3g}, {first_loss:.3g} at first" if diverged else ""
     return (
         "learning rate too high",
-        f"the learning rate is too high: {' and '.join(filter(None, (seen, grown)))}.",
+        f"the learning rate is too high: {' and '.join(filter(None, (observation, grown)))}.",
         "Divide the learning rate by 10 or more; usual changes are 0.0001 to 0.01 a step. A warm-up helps at the beginning.",
     )
 
@@ -189,14 +189,14 @@ def label_tensors(batch: object, names: Sequence[str] | None) -> dict[str, Tenso
     """Floating-point labels in a batch: entries with these (or the usual) names, or the last entry of a tuple."""
     names = names if names is not None else USUAL_NAMES
     if isinstance(batch, Mapping):
-        found = {name: batch[name] for name in names if name in batch}
+        candidates = {name: batch[name] for name in names if name in batch}
     elif isinstance(batch, (tuple, list)):
-        found = {"labels": batch[-1]} if len(batch) > 1 else {}
+        candidates = {"labels": batch[-1]} if len(batch) > 1 else {}
     else:
-        found = {name: getattr(batch, name, None) for name in names}
+        candidates = {name: getattr(batch, name, None) for name in names}
     return {
         name: value
-        for name, value in found.items()
+        for name, value in candidates.items()
         if isinstance(value, Tensor) and value.is_floating_point() and value.dim() > 0
     }
 
@@ -255,10 +255,10 @@ class Labels:
 
     def judge(self) -> list[Rule | None]:
         """Constant labels and outliers; None for each rule that does not apply."""
-        found = []
+        findings = []
         for name, values in self.values.items():
             if name != "forces":
-                found.append(constant_label(name, values))
+                findings.append(constant_label(name, values))
             shown = f"{name} (logarithm of the largest component, eV/A)" if name == "forces" else name
-            found.append(outliers(shown, values, self.where))
-        return found
+            findings.append(outliers(shown, values, self.where))
+        return findings

@@ -174,31 +174,31 @@ class TrainingHelper(Diagnosis):
         zero = self.memory["zero"]
         for name, (_, largest) in zip(self._outputs, table):
             zero[name] = zero.get(name, 0) + 1 if largest == 0 else 0
-        found = [rules.exploding(self.memory["sizes"], sizes), rules.dead(zero, min(self.patience, 2))]
+        findings = [rules.exploding(self.memory["sizes"], sizes), rules.dead(zero, min(self.patience, 2))]
         if self._last is not None:
             name, tensor = self._last
             rows = tensor.double().reshape(tensor.shape[0], -1)
             same = rows.shape[0] > 1 and bool((rows - rows[0]).abs().max() <= 1e-9 * rows.abs().max())
             self.memory["same"] = self.memory["same"] + 1 if same else 0
-            found.append(rules.collapsed(name, self.memory["same"], self.patience))
-        self._report_all(trainer, pl_module, found)
+            findings.append(rules.collapsed(name, self.memory["same"], self.patience))
+        self._report_all(trainer, pl_module, findings)
 
     # ---- labels and predictions
 
     def _collect_labels(self, trainer: L.Trainer, pl_module: L.LightningModule, batch: object) -> None:
         """Collect the labels of the first batches and of every inspection, and judge them once there are enough."""
         self._labels = {}
-        kept: dict[str, list[float]] = self.memory["labels"]
-        many = min((len(values) for values in kept.values()), default=0)
+        collected: dict[str, list[float]] = self.memory["labels"]
+        many = min((len(values) for values in collected.values()), default=0)
         if not self._inspects and many >= Labels.ENOUGH:
             return
         self._labels = {name: t.detach() for name, t in label_tensors(batch, self.targets).items()}
         for name, values in self._labels.items():
-            room = 4 * Labels.ENOUGH - len(kept.setdefault(name, []))
-            kept[name] += values.reshape(-1)[: max(room, 0)].double().cpu().tolist()
-            if len(kept[name]) >= Labels.ENOUGH or (trainer.is_last_batch and len(kept[name]) >= rules.FEW):
-                found = np.array(kept[name])
-                self._report_all(trainer, pl_module, [rules.constant_label(name, found), rules.outliers(name, found)])
+            room = 4 * Labels.ENOUGH - len(collected.setdefault(name, []))
+            collected[name] += values.reshape(-1)[: max(room, 0)].double().cpu().tolist()
+            if len(collected[name]) >= Labels.ENOUGH or (trainer.is_last_batch and len(collected[name]) >= rules.FEW):
+                labels = np.array(collected[name])
+                self._report_all(trainer, pl_module, [rules.constant_label(name, labels), rules.outliers(name, labels)])
 
     def _judge_predictions(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         """For other modules than Forgefield's: the last output with the shape of the labels is taken as the prediction."""
@@ -248,8 +248,8 @@ class TrainingHelper(Diagnosis):
         inside = [norms.get(name, 0.0) for name in parameters if name.startswith(prefix + ".")]
         outside = [norm for name, norm in norms.items() if not name.startswith(prefix + ".")]
         if inside and outside and self.numbers["looks"] >= 1:
-            found = rules.not_reached(math.hypot(*inside), math.hypot(*outside), prefix)
-            self._report_all(trainer, pl_module, [found])
+            finding = rules.not_reached(math.hypot(*inside), math.hypot(*outside), prefix)
+            self._report_all(trainer, pl_module, [finding])
         self._judge_unused(trainer, pl_module)
 
     def _judge_unused(self, trainer: L.Trainer, pl_module: L.LightningModule, *, at_end: bool = False) -> None:
@@ -262,10 +262,10 @@ class TrainingHelper(Diagnosis):
     def _judge_rate(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         history = self.numbers["history"]
         updates, losses = history["update"], history["loss"]
-        found = [rules.rate_too_high(updates[-1], losses)]
+        findings = [rules.rate_too_high(updates[-1], losses)]
         if len(updates) > self.patience:
-            found.append(rules.rate_too_low(updates[-self.patience :], losses[-1], losses[0]))
-        self._report_all(trainer, pl_module, found)
+            findings.append(rules.rate_too_low(updates[-self.patience :], losses[-1], losses[0]))
+        self._report_all(trainer, pl_module, findings)
 
     def _report_all(
         self, trainer: L.Trainer, pl_module: L.LightningModule, findings: Sequence[rules.Rule | None]

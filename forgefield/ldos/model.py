@@ -149,7 +149,7 @@ class LDOSNetwork(nn.Module):
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> LDOSNetwork:
         """As in PyTorch, but scalings stay float64 when the type is changed."""
         buffers = dict(self.named_buffers())
-        super()._apply(fn, recurse)
+        nn.Module._apply(self, fn, recurse)
         for name, before in buffers.items():
             moved = getattr(self, name)
             if moved.dtype != torch.float64:

@@ -18,10 +18,10 @@ from forgefield.models.potential import Potential
 from forgefield.models.predictor import DirectOutputs, Predictor
 from forgefield.models.registry import ARCHITECTURES, registered_class
 from forgefield.models.resolving import (
+    DIRECT,
     FROM_DATA,
     HEADS,
     MODULE_FOLDER,
-    OWN,
     PREDICTS,
     REFERENCES,
     Options,
@@ -46,17 +46,17 @@ def build_model(resolved: Section, *, precision: str, seed: int, trust: Trust = 
     if name in ARCHITECTURES:
         model = _build_registered(name, options, folder, dtype, seed, trust)
     else:
-        found = model_class(name, folder, trust=trust)
-        if REFERENCES not in inspect.signature(found.__init__).parameters:
+        cls = model_class(name, folder, trust=trust)
+        if REFERENCES not in inspect.signature(cls.__init__).parameters:
             references = options.pop(REFERENCES, None)
-        model = _build_user_model(found, options, dtype, seed)
-    potential = _around(model, resolved, predicts, max_neighbours, dtype, seed)
+        model = _build_user_model(cls, options, dtype, seed)
+    potential = _wrap(model, resolved, predicts, max_neighbours, dtype, seed)
     if references is not None:
         potential.add_reference_energies(references)
     return potential
 
 
-def _around(
+def _wrap(
     model: nn.Module,
     resolved: Section,
     predicts: Mapping[str, Any] | None,
@@ -67,7 +67,7 @@ def _around(
     """The potential or predictor around a model. predicts: `PREDICTS` of the resolved options."""
     if predicts is None:
         return Potential(model, max_neighbours=max_neighbours)
-    if predicts.get(OWN):
+    if predicts.get(DIRECT):
         return DirectOutputs(model, extra_outputs_of(resolved), max_neighbours=max_neighbours)
     return Predictor(
         model,
@@ -97,17 +97,17 @@ def _build_registered(
     )
 
 
-def _build_user_model(found: Callable[..., nn.Module], options: Options, dtype: torch.dtype, seed: int) -> nn.Module:
+def _build_user_model(cls: Callable[..., nn.Module], options: Options, dtype: torch.dtype, seed: int) -> nn.Module:
     """An instance of a user-defined class, whose weights are drawn from a separate random state.
 
     `species` and `cutoff` are set where the class does not set them itself.
     """
-    named = inspect.signature(found.__init__).parameters
+    named = inspect.signature(cls.__init__).parameters
     unset: Options = {"adaptive_cutoff": None, "max_neighbours": None}
     options = unset | options
-    given = {key: value for key, value in options.items() if key not in FROM_DATA or key in named}
+    arguments = {key: value for key, value in options.items() if key not in FROM_DATA or key in named}
     with seeded(seed, dtype):
-        model = found(**given)
+        model = cls(**arguments)
     for name, value in (("species", tuple(options["species"])), ("cutoff", float(options["cutoff"]))):
         if not hasattr(model, name):
             setattr(model, name, value)

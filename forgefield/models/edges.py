@@ -64,7 +64,7 @@ class EdgeContext:
 
     vectors: (n_edges, 3) from the centre to its neighbour, A, float64.
     batch: the batch they belong to.
-    known_graph: its index lists, where they have been made already.
+    graph_if_known: its index lists, where they have been made already.
     gradient: turned off once nobody needs gradients with respect to the edge vectors any more; None if there is no such moment.
     differentiated_again: whether derivatives with respect to the edge vectors will themselves be differentiated.
     memory: where a pass may leave what the second pass of the step needs; None if there is no second pass.
@@ -73,7 +73,7 @@ class EdgeContext:
 
     vectors: Tensor
     batch: Mapping[str, Tensor]
-    known_graph: EdgeGraph | None = None
+    graph_if_known: EdgeGraph | None = None
     gradient: GradientSwitch | None = None
     differentiated_again: bool = True
     memory: StepMemory | None = None
@@ -92,7 +92,7 @@ class EdgeContext:
     @cached_property
     def graph(self) -> EdgeGraph:
         """Index lists of the edges."""
-        return edge_graph(self.batch) if self.known_graph is None else self.known_graph
+        return edge_graph(self.batch) if self.graph_if_known is None else self.graph_if_known
 
 
 def edge_vectors(batch: Mapping[str, Tensor]) -> Tensor:

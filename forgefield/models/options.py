@@ -43,11 +43,11 @@ def check_keys(
 
     where: section of the keys. what: whose options they are, for the message. also: other valid keys, for the hint.
     """
-    known = [field.name for field in fields(options)]
+    names = [field.name for field in fields(options)]
     hints = typing.get_type_hints(options)
     for key, value in section.items():
-        if key not in known:
-            hint = f" Did you mean '{KEYS[key]}'?" if key in KEYS else did_you_mean(key, [*known, *also])
+        if key not in names:
+            hint = f" Did you mean '{KEYS[key]}'?" if key in KEYS else did_you_mean(key, [*names, *also])
             raise ForgefieldError(f"{where}.{key} is not an option of {what}.{hint}")
         if not _matches(value, hints[key]):
             raise ForgefieldError(f"{where}.{key} is {value!r}; it must be {_describe_type(hints[key])}.")

@@ -64,6 +64,7 @@ ARCHITECTURES: dict[str, Architecture] = {
         importers=_format(
             "mace", "models.mace.importer.IMPORTER", "module (.model), or checkpoint (.pt) with its options as JSON"
         ),
+        exporters=_format("mace", "models.mace.exporter.write_mace", ".model"),
     ),
     "deeppot": _at(
         "deeppot.model.DeepPot",
@@ -136,9 +137,9 @@ def exporter(program: str) -> Exporter:
 
 def _entry(program: str, formats: Mapping[str, FileFormat]) -> FileFormat:
     if program not in formats:
-        known: Sequence[str] = list(formats)
+        names: Sequence[str] = list(formats)
         raise ForgefieldError(
-            f"'{program}' is not a program whose files are known; choose one of {', '.join(known)}."
-            f"{did_you_mean(program, known)}"
+            f"'{program}' is not a program whose files are known; choose one of {', '.join(names)}."
+            f"{did_you_mean(program, names)}"
         )
     return formats[program]

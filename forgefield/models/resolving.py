@@ -36,10 +36,10 @@ MODULE_FOLDER = "module_folder"
 """Resolved option of a user-defined model: the folder of its module, if Python does not find it without help."""
 PREDICTS = "predicts"
 """Resolved option of a model with extra outputs: `energy`, whether it has one, and `heads`, the complete options of each head;
-with `own`, `heads` describes outputs of the model itself."""
+with `own` (`DIRECT`), `heads` describes outputs of the model itself."""
 REFERENCES = "reference_energies"
 """Resolved option of a user-defined model without energy shifts: energy that is added for each species, eV."""
-OWN = "own"
+DIRECT = "own"
 HEADS = "heads"
 FROM_DATA = ("species", "cutoff", "adaptive_cutoff", "max_neighbours", "statistics")
 """Arguments of models that come from the data section."""
@@ -53,10 +53,10 @@ def model_class(name: str, folder: str | None = None, *, trust: Trust = NO_CODE)
     if name in ARCHITECTURES:
         return registered_class(name)
     if "." not in name:
-        known = [*ARCHITECTURES, *POINTS.models]
+        built_in = [*ARCHITECTURES, *POINTS.models]
         raise ForgefieldError(
-            f"model.name is '{name}', which is neither a built-in model ({', '.join(known)}) "
-            f"nor an import path like my_package.MyModel.{did_you_mean(name, known)}"
+            f"model.name is '{name}', which is neither a built-in model ({', '.join(built_in)}) "
+            f"nor an import path like my_package.MyModel.{did_you_mean(name, built_in)}"
         )
     result: type[nn.Module] = import_class(
         name, nn.Module, where="model.name", trust=trust, folders=[] if folder is None else [folder]
@@ -82,37 +82,37 @@ def adapted_class(
 
 def check_model(options: Mapping[str, Any], *, trust: Trust = NO_CODE) -> tuple[str, type[nn.Module], Options]:
     """Name, class and options of a model section; raises for everything that is wrong whatever the data."""
-    given = plain_values(options)
-    name = given.pop("name", None)
-    if "from" in given and name is None:
+    section = plain_values(options)
+    name = section.pop("name", None)
+    if "from" in section and name is None:
         raise ForgefieldError(
-            f"model.from is {given['from']}, which starts a training from that run; for anything else name the run itself."
+            f"model.from is {section['from']}, which starts a training from that run; for anything else name the run itself."
         )
     if not isinstance(name, str):
         raise ForgefieldError(f"model.name is missing; built in: {', '.join(ARCHITECTURES)}.")
-    found = model_class(name, trust=trust)
+    cls = model_class(name, trust=trust)
     if kind_of_model(name) is not FRAMES:
-        options_class: type[DataclassInstance] = found.Options  # type: ignore[attr-defined]
-        check_keys(options_class, given, where="model", what="this model")
-        options_class(**given)
-        return name, found, given
+        options_class: type[DataclassInstance] = cls.Options  # type: ignore[attr-defined]
+        check_keys(options_class, section, where="model", what="this model")
+        options_class(**section)
+        return name, cls, section
     for key in FROM_DATA:
-        if key in given:
+        if key in section:
             raise ForgefieldError(f"model.{key} cannot be set: it comes from the data section.")
-    if MODULE_FOLDER in given:
+    if MODULE_FOLDER in section:
         raise ForgefieldError(f"model.{MODULE_FOLDER} cannot be set: it is where the module of model.name was found.")
-    if PREDICTS in given:
+    if PREDICTS in section:
         raise ForgefieldError(f"model.{PREDICTS} cannot be set: it follows from the task section.")
-    if _has_heads_section(name, found):
-        check_heads(given.pop(HEADS, None))
+    if _has_heads_section(name, cls):
+        check_heads(section.pop(HEADS, None))
     if name in ARCHITECTURES:
-        _check_registered(registered_class(name), given, trust)
-    return name, found, given
+        _check_registered(registered_class(name), section, trust)
+    return name, cls, section
 
 
-def _has_heads_section(name: str, found: type[nn.Module]) -> bool:
+def _has_heads_section(name: str, cls: type[nn.Module]) -> bool:
     """Whether `model.heads` are Forgefield's heads; a user-defined class may have an argument of that name."""
-    return name in ARCHITECTURES or HEADS not in inspect.signature(found.__init__).parameters
+    return name in ARCHITECTURES or HEADS not in inspect.signature(cls.__init__).parameters
 
 
 def resolve_model(
@@ -136,14 +136,14 @@ def resolve_model(
     that are trained and that the model has itself (`direct_outputs`). `trust`: whether `options` may name code that is not
     Forgefield's. The result can be written as JSON.
     """
-    name, found, given = check_model(options, trust=trust)
-    made = plain_values(options).get(HEADS) if _has_heads_section(name, found) else None
-    completed = complete_heads(made, heads or {})
+    name, cls, section = check_model(options, trust=trust)
+    heads_section = plain_values(options).get(HEADS) if _has_heads_section(name, cls) else None
+    completed = complete_heads(heads_section, heads or {})
     is_instance = is_dataclass(statistics) and not isinstance(statistics, type)
     facts: Options = plain_values(asdict(statistics) if is_instance else statistics or {})  # type: ignore[call-overload]
     resolved: Options = {"name": name, "species": list(species), "cutoff": float(cutoff)}
     if adaptive_cutoff is not None:
-        _check_adaptive(found, name, float(cutoff), adaptive_cutoff)
+        _check_adaptive(cls, name, float(cutoff), adaptive_cutoff)
         resolved["adaptive_cutoff"] = float(adaptive_cutoff)
     if max_neighbours is not None:
         resolved["max_neighbours"] = int(max_neighbours)
@@ -151,11 +151,11 @@ def resolve_model(
         resolved[PREDICTS] = {"energy": bool(has_energy), HEADS: plain_values(completed)}
     if name in ARCHITECTURES:
         registered = registered_class(name)
-        full = resolved | _resolve_registered(registered, given, resolved, facts, trust)
+        full = resolved | _resolve_registered(registered, section, resolved, facts, trust)
         direct = registered.direct_outputs(full)
         return full | ({PREDICTS: _describe(direct, units or {})} if direct else {})
     folder = user_module_folder(name)
-    arguments = _resolve_user_model(found, name, given, facts, has_energy)
+    arguments = _resolve_user_model(cls, name, section, facts, has_energy)
     return resolved | arguments | ({} if folder is None else {MODULE_FOLDER: str(folder)})
 
 
@@ -168,24 +168,24 @@ def names_same_code(section: Mapping[str, Any], stored: Mapping[str, Any]) -> bo
     if section.get("name") != stored.get("name") or [*code_of_model(section)] != [*code_of_model(stored)]:
         return False
     if stored.get("name") in ARCHITECTURES:
-        given, kept = section.get("options") or {}, dict(stored.get("options") or {})
-        added = [kept.pop(key) for key in list(kept) if key not in given]
-        return _equal(given, kept) and all(_only_numbers(value) for value in added)
+        requested, stored_options = section.get("options") or {}, dict(stored.get("options") or {})
+        added = [stored_options.pop(key) for key in list(stored_options) if key not in requested]
+        return _equal(requested, stored_options) and all(_only_numbers(value) for value in added)
     added_by_forgefield = {*FROM_DATA, MODULE_FOLDER, PREDICTS}
     references = stored.get(REFERENCES)
     if REFERENCES not in section and isinstance(references, dict) and _only_numbers([*references.values()]):
         added_by_forgefield.add(REFERENCES)
-    given = {key: value for key, value in section.items() if key != HEADS or HEADS in stored}
-    return _equal(given, {key: value for key, value in stored.items() if key not in added_by_forgefield})
+    requested = {key: value for key, value in section.items() if key != HEADS or HEADS in stored}
+    return _equal(requested, {key: value for key, value in stored.items() if key not in added_by_forgefield})
 
 
-def with_found_folder(stored: Mapping[str, Any]) -> Options:
-    """Resolved options with the folder where this process found the module of the config, in place of the stored one."""
+def with_current_folder(stored: Mapping[str, Any]) -> Options:
+    """Resolved options with the folder of the module in this process instead of the stored one."""
     adapts = stored.get("name") in ARCHITECTURES
     folder = user_module_folder(str(stored["module"] if adapts else stored["name"]))
-    found = None if folder is None else str(folder)
-    kept = {key: value for key, value in stored.items() if key != MODULE_FOLDER}
-    return kept | ({MODULE_FOLDER: found} if adapts or found is not None else {})
+    module_folder = None if folder is None else str(folder)
+    others = {key: value for key, value in stored.items() if key != MODULE_FOLDER}
+    return others | ({MODULE_FOLDER: module_folder} if adapts or module_folder is not None else {})
 
 
 def _equal(one: object, other: object) -> bool:
@@ -221,20 +221,24 @@ def single_branch(
 
 def direct_outputs(options: Mapping[str, Any], *, trust: Trust = NO_CODE) -> Mapping[str, DirectOutput]:
     """Outputs that the model of this section has instead of energies, by name; empty for most models."""
-    name, _, given = check_model(options, trust=trust)
-    return registered_class(name).direct_outputs(given) if name in ARCHITECTURES else {}
+    name, _, section = check_model(options, trust=trust)
+    return registered_class(name).direct_outputs(section) if name in ARCHITECTURES else {}
 
 
 def _describe(outputs: Mapping[str, DirectOutput], units: Mapping[str, str]) -> Options:
     """Those that are trained or always computed, for `PREDICTS`."""
     chosen = {name: facts for name, facts in sorted(outputs.items()) if facts.always or name in units}
-    return {"energy": False, OWN: True, HEADS: {n: asdict(f) | {"unit": units.get(n, "")} for n, f in chosen.items()}}
+    return {
+        "energy": False,
+        DIRECT: True,
+        HEADS: {n: asdict(f) | {"unit": units.get(n, "")} for n, f in chosen.items()},
+    }
 
 
 def extra_outputs_of(resolved: Section) -> Mapping[str, ExtraOutput]:
     """Outputs of a model with these resolved options other than energy, forces and stress, by name."""
     predicts = resolved.get(PREDICTS, {})
-    if not predicts.get(OWN):
+    if not predicts.get(DIRECT):
         return head_options(predicts.get(HEADS, {}))
     return {name: DirectOutput(**facts) for name, facts in predicts[HEADS].items()}
 
@@ -252,27 +256,27 @@ def model_statistics(
 
     batches: training data with edges up to `cutoff`, A; called only by models that need it.
     """
-    name, _, given = check_model(options, trust=trust)
+    name, _, section = check_model(options, trust=trust)
     if name not in ARCHITECTURES:
         return {}
-    return registered_class(name).measure(given, batches, species=tuple(species), cutoff=float(cutoff))
+    return registered_class(name).measure(section, batches, species=tuple(species), cutoff=float(cutoff))
 
 
-def _check_registered(model: type[RegisteredModel[Any]], given: Section, trust: Trust) -> None:
-    preset = given.get("preset")
+def _check_registered(model: type[RegisteredModel[Any]], section: Section, trust: Trust) -> None:
+    preset = section.get("preset")
     if preset is not None and str(preset).upper() not in model.presets:
         choice = f"choose one of {', '.join(model.presets)}" if model.presets else "this model has none"
         raise ForgefieldError(f"model.preset is '{preset}'; {choice}.")
-    options = {key: value for key, value in given.items() if key != "preset"}
+    options = {key: value for key, value in section.items() if key != "preset"}
     check_keys(model.Options, options, where="model", what="this model", also=("preset",))
     model.check_options(options, **adapted_class(model, options, trust=trust))
 
 
-def _check_adaptive(found: type[nn.Module], name: str, cutoff: float, adaptive_cutoff: float) -> None:
-    parameters = inspect.signature(found.__init__).parameters
+def _check_adaptive(cls: type[nn.Module], name: str, cutoff: float, adaptive_cutoff: float) -> None:
+    parameters = inspect.signature(cls.__init__).parameters
     supported = "adaptive_cutoff" in parameters
-    if issubclass(found, RegisteredModel):
-        supported = found.supports_adaptive_cutoff
+    if issubclass(cls, RegisteredModel):
+        supported = cls.supports_adaptive_cutoff
     if not supported:
         raise ForgefieldError(
             f"data.adaptive_cutoff is {adaptive_cutoff:g}, but the model {name} has no argument adaptive_cutoff: "
@@ -283,40 +287,42 @@ def _check_adaptive(found: type[nn.Module], name: str, cutoff: float, adaptive_c
 
 
 def _resolve_registered(
-    model: type[RegisteredModel[Any]], given: Options, resolved: Section, facts: Options, trust: Trust
+    model: type[RegisteredModel[Any]], section: Options, resolved: Section, facts: Options, trust: Trust
 ) -> Options:
-    preset = given.pop("preset", None)
-    defaults = model.preset_options(str(preset).upper(), given) if preset is not None else {}
-    section = {**defaults, **given}
+    preset = section.pop("preset", None)
+    defaults = model.preset_options(str(preset).upper(), section) if preset is not None else {}
+    all_options = {**defaults, **section}
     completed = model.complete(
-        model.Options(**section),
+        model.Options(**all_options),
         species=tuple(resolved["species"]),
         cutoff=resolved["cutoff"],
         adaptive_cutoff=resolved.get("adaptive_cutoff"),
         statistics=facts,
-        **adapted_class(model, section, trust=trust),
+        **adapted_class(model, all_options, trust=trust),
     )
     options: Options = plain_values(asdict(completed))
     return options
 
 
-def _resolve_user_model(found: type[nn.Module], name: str, given: Options, facts: Options, has_energy: bool) -> Options:
+def _resolve_user_model(
+    cls: type[nn.Module], name: str, arguments: Options, facts: Options, has_energy: bool
+) -> Options:
     """Arguments of a user-defined class. Reference energies are added unless it has an argument for them or for statistics."""
-    parameters = list(inspect.signature(found.__init__).parameters.values())[1:]
+    parameters = list(inspect.signature(cls.__init__).parameters.values())[1:]
     takes_any = any(p.kind is p.VAR_KEYWORD for p in parameters)
     named = {p.name: p for p in parameters if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)}
-    for key in given:
+    for key in arguments:
         if key not in named and not takes_any:
             raise ForgefieldError(f"model.{key} is not an argument of {name}.{did_you_mean(key, named)}")
     for key, parameter in named.items():
-        if parameter.default is parameter.empty and key not in given and key not in (*FROM_DATA, REFERENCES):
+        if parameter.default is parameter.empty and key not in arguments and key not in (*FROM_DATA, REFERENCES):
             raise ForgefieldError(f"model.{key} is missing: {name} has no default for it.")
     if "statistics" in named:
-        return given | {"statistics": facts}
+        return arguments | {"statistics": facts}
     references = facts.get("reference_energies") or {}
     if REFERENCES in named:
-        return ({REFERENCES: references} if references else {}) | given
-    return given | ({REFERENCES: references} if has_energy and any(references.values()) else {})
+        return ({REFERENCES: references} if references else {}) | arguments
+    return arguments | ({REFERENCES: references} if has_energy and any(references.values()) else {})
 
 
 def plain_values(value: Any) -> Any:

@@ -35,7 +35,7 @@ if TYPE_CHECKING:
         """`torch.autograd.Function` whose `apply` has a signature."""
 
         @classmethod
-        def apply(cls, *args: Any) -> Any: ...
+        def apply(cls, *args: object) -> Any: ...
 else:
     TypedFunction = Function
 
@@ -45,8 +45,8 @@ def carried(function: Callable[[list[Tensor]], list[Tensor]], rows: Sequence[Ten
     if rows[0].shape[1] == 1:
         return [value.unsqueeze(1) for value in function([row.squeeze(1) for row in rows])]
     with forward_ad.dual_level():
-        made = function([forward_ad.make_dual(row[:, 0], row[:, 1]) for row in rows])
-        pairs = [forward_ad.unpack_dual(value) for value in made]
+        outputs = function([forward_ad.make_dual(row[:, 0], row[:, 1]) for row in rows])
+        pairs = [forward_ad.unpack_dual(value) for value in outputs]
         return [torch.stack([pair.primal, _tangent(pair)], 1) for pair in pairs]
 
 

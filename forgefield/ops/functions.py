@@ -1,4 +1,5 @@
-"""Scalar functions with derivatives written out: activations, the envelope that ends every interaction, and the Bessel basis.
+"""Scalar functions with derivatives written out: activations, the envelope that ends every interaction, and the Bessel basis;
+and random numbers that are a function of keys.
 
 Activations are scaled to unit second moment; the scale is e3nn's `normalize2mom`: <f(z)^2> = 1 for normal z, from its fixed
 sample, so that weights can be exchanged with it. Radial functions take the distance in units of the cutoff and are exactly zero
@@ -158,3 +159,31 @@ class _FixedBesselGradient(torch.autograd.Function):
     def backward(ctx, outer: Tensor):
         grad, first, second = ctx.saved_tensors
         return outer.unsqueeze(1) * first, outer * (grad * second).sum(1), None, None
+
+
+# ---- random numbers that are a function of keys  The same keys give the same numbers on any device, on any number of ranks,
+# compiled or not, and in any order. Keys are integers from 0 to 2^32 - 1, in int64 tensors. Products stay below 2^63, so
+# nothing depends on the handling of integer overflow.
+
+KEY_RANGE = 1 << 32
+_LOW = KEY_RANGE - 1
+_STEP = 0x1E3779B9
+
+
+def mix_keys(keys: Tensor) -> Tensor:
+    """Keys, each mapped one-to-one to another that looks unrelated."""
+    keys = torch.bitwise_xor(keys, torch.bitwise_right_shift(keys, 16))
+    keys = torch.bitwise_and(keys * 0x21F0AAAD, _LOW)
+    keys = torch.bitwise_xor(keys, torch.bitwise_right_shift(keys, 15))
+    keys = torch.bitwise_and(keys * 0x735A2D97, _LOW)
+    return torch.bitwise_xor(keys, torch.bitwise_right_shift(keys, 15))
+
+
+def combine_keys(keys: Tensor, numbers: Tensor) -> Tensor:
+    """A key for each pair; both are broadcast. numbers: from 0 to 2^32."""
+    return mix_keys(torch.bitwise_and(keys + mix_keys(torch.bitwise_and(numbers + _STEP, _LOW)), _LOW))
+
+
+def keys_in_subset(keys: Tensor, share: float) -> Tensor:
+    """Whether each key belongs to a random subset with this share of all keys."""
+    return keys < round(share * KEY_RANGE)

@@ -96,20 +96,20 @@ class GradientSwitch:
 class Segments:
     """A partition of rows: `index` (n_rows,) int64 is the segment of each row, out of `count`.
 
-    `rows_are_sorted`: `index` does not decrease. `known`: `order` and `pointers` where they have been computed already, or None
-    and the latter.
+    `rows_are_sorted`: `index` does not decrease. `precomputed`: `order` and `pointers` where they have been computed already,
+    or None and the latter.
     """
 
     index: Tensor
     count: int
     rows_are_sorted: bool = False
-    known: tuple[Tensor | None, Tensor] | None = None
+    precomputed: tuple[Tensor | None, Tensor] | None = None
 
     @cached_property
     def order(self) -> Tensor:
         """(n_rows,) rows sorted by segment."""
-        if self.known is not None and self.known[0] is not None:
-            return self.known[0]
+        if self.precomputed is not None and self.precomputed[0] is not None:
+            return self.precomputed[0]
         if self.rows_are_sorted:
             return torch.arange(self.index.shape[0], device=self.index.device)
         return torch.argsort(self.index, stable=True)
@@ -117,8 +117,8 @@ class Segments:
     @cached_property
     def pointers(self) -> Tensor:
         """(count + 1,) where each segment starts in `order`."""
-        if self.known is not None:
-            return self.known[1]
+        if self.precomputed is not None:
+            return self.precomputed[1]
         return row_pointers(self.index, self.count, rows_are_sorted=self.rows_are_sorted)
 
 
@@ -158,7 +158,7 @@ class EdgeGraph:
         if self.reverse is None:
             return Segments(self.source, self.n_atoms)
         # Edges are sorted by destination, so their reverses are sorted by source.
-        return Segments(self.source, self.n_atoms, known=(self.reverse, self.by_destination.pointers))
+        return Segments(self.source, self.n_atoms, precomputed=(self.reverse, self.by_destination.pointers))
 
     @cached_property
     def by_destination(self) -> Segments:
@@ -329,9 +329,9 @@ class _Join(torch.autograd.Function):
 
 class _Cut(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, whole: Tensor, sizes: list[int], dim: int) -> tuple[Tensor, ...]:
+    def forward(ctx, tensor: Tensor, sizes: list[int], dim: int) -> tuple[Tensor, ...]:
         ctx.dim, ctx.sizes = dim, sizes
-        return torch.split(whole, sizes, dim)
+        return torch.split(tensor, sizes, dim)
 
     @staticmethod
     def backward(ctx, *grads: Tensor):
@@ -347,9 +347,9 @@ def join(parts: Sequence[Tensor], dim: int) -> Tensor:
     return parts[0] if len(parts) == 1 else _Join.apply(dim, *parts)
 
 
-def cut(whole: Tensor, sizes: Sequence[int], dim: int) -> tuple[Tensor, ...]:
+def cut(tensor: Tensor, sizes: Sequence[int], dim: int) -> tuple[Tensor, ...]:
     """`torch.split`, likewise; inverse of `join`. The parts must not be changed in place."""
-    return (whole,) if len(sizes) == 1 else _Cut.apply(whole, list(sizes), dim)
+    return (tensor,) if len(sizes) == 1 else _Cut.apply(tensor, list(sizes), dim)
 
 
 def segment_max(rows: Tensor, segments: Segments) -> Tensor:
@@ -372,5 +372,5 @@ def _largest(rows: Tensor, segments: Segments) -> Tensor:
     rows = rows.detach()
     places = segments.index.unsqueeze(1).expand_as(rows)
     start = rows.new_full((segments.count, rows.shape[1]), -torch.inf)
-    found = torch.scatter_reduce(start, 0, places, rows, "amax")
-    return torch.where(found == -torch.inf, torch.zeros_like(found), found)
+    largest = torch.scatter_reduce(start, 0, places, rows, "amax")
+    return torch.where(largest == -torch.inf, torch.zeros_like(largest), largest)

@@ -101,18 +101,18 @@ def length_factor(unit: str) -> float:
 def force_factor(unit: str) -> float:
     """Force in `unit`, such as `kcal/mol/A` or `Ha/Bohr`, times this is in eV/A."""
     energy, slash, length = unit.strip().rpartition("/")
-    if not slash or not _known(energy, _ENERGY) or not _known(length, _LENGTH):
+    if not slash or not _is_known(energy, _ENERGY) or not _is_known(length, _LENGTH):
         raise _unknown(unit, [f"{e}/{x}" for e in _ENERGY for x in _LENGTH], "a force")
     return energy_factor(energy) / length_factor(length)
 
 
 def stress_factor(unit: str) -> float:
     """Stress in `unit`, such as `GPa` or `kcal/mol/A^3`, times this is in eV/A^3."""
-    if _known(unit, _PRESSURE):
+    if _is_known(unit, _PRESSURE):
         return _look_up(unit, _PRESSURE, "a stress")
     energy, _, volume = unit.strip().rpartition("/")
     length = volume.strip().removesuffix("3").removesuffix("**").removesuffix("^")
-    if not volume.strip().endswith("3") or not _known(energy, _ENERGY) or not _known(length, _LENGTH):
+    if not volume.strip().endswith("3") or not _is_known(energy, _ENERGY) or not _is_known(length, _LENGTH):
         raise _unknown(unit, [*_PRESSURE, *(f"{e}/{x}^3" for e in _ENERGY for x in _LENGTH)], "a stress")
     return energy_factor(energy) / length_factor(length) ** 3
 
@@ -122,18 +122,18 @@ def _canonical(unit: str) -> str:
     return _ALIASES.get(unit, unit)
 
 
-def _known(unit: str, table: dict[str, float]) -> bool:
+def _is_known(unit: str, table: dict[str, float]) -> bool:
     return _canonical(unit) in table
 
 
 def _look_up(unit: str, table: dict[str, float], kind: str) -> float:
-    if not _known(unit, table):
+    if not _is_known(unit, table):
         raise _unknown(unit, list(table), kind)
     return table[_canonical(unit)]
 
 
-def _unknown(unit: str, known: list[str], kind: str) -> ForgefieldError:
-    by_lower = {name.lower(): name for name in known}
+def _unknown(unit: str, supported: list[str], kind: str) -> ForgefieldError:
+    by_lower = {name.lower(): name for name in supported}
     nearest = difflib.get_close_matches(unit.strip().lower(), by_lower, n=1, cutoff=0.4)
-    hint = f"did you mean {by_lower[nearest[0]]!r}?" if nearest else f"known: {', '.join(known[:9])}, ..."
+    hint = f"did you mean {by_lower[nearest[0]]!r}?" if nearest else f"known: {', '.join(supported[:9])}, ..."
     return ForgefieldError(f"{unit!r} is not {kind} unit Forgefield knows; {hint}")

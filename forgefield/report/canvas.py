@@ -119,9 +119,9 @@ def log_tick_values(low: float, high: float, most: int) -> list[float]:
     return fullest[::step]
 
 
-def linear_ticks(axes: Axes, which: str, number: int = 5, *, whole: bool = False) -> None:
+def linear_ticks(axes: Axes, which: str, number: int = 5, *, integers: bool = False) -> None:
     axis = axes.yaxis if which == "y" else axes.xaxis
-    axis.set_major_locator(MaxNLocator(number, integer=whole))
+    axis.set_major_locator(MaxNLocator(number, integer=integers))
 
 
 def plain(value: float) -> str:

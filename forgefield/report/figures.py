@@ -61,7 +61,7 @@ def learning_figure(
         _finish_log(main)
         _legend_above(main)
         axes.set_xlabel(x_label)
-        linear_ticks(axes, "x", 6, whole=True)
+        linear_ticks(axes, "x", 6, integers=True)
         return figure
 
 
@@ -173,7 +173,7 @@ def timing_figure(curve: Curve, *, y_label: str, x_label: str = "epoch") -> Figu
         axes.axhline(median, color=COLOURS["line"], linewidth=0.9, linestyle=(0, (2, 2)), label=label)
         axes.set_ylim(0, 1.15 * max(max(curve[1]), 1e-12))
         axes.yaxis.set_major_formatter(lambda value, _: plain(float(f"{value:.4g}")))
-        linear_ticks(axes, "x", 6, whole=True)
+        linear_ticks(axes, "x", 6, integers=True)
         linear_ticks(axes, "y", 5)
         axes.grid(axis="y")
         axes.set_xlabel(x_label)
@@ -321,7 +321,7 @@ def _draw(axes: Axes, panel: Histogram) -> None:
     if panel.is_integer and panel.edges[-1] - panel.edges[0] < NARROW:
         middle = (panel.edges[0] + panel.edges[-1]) / 2
         axes.set_xlim(middle - NARROW / 2, middle + NARROW / 2)
-    linear_ticks(axes, "x", 5, whole=panel.is_integer)
+    linear_ticks(axes, "x", 5, integers=panel.is_integer)
     axes.xaxis.set_major_formatter(lambda value, _: plain(float(f"{value:.6g}")))
 
 

@@ -55,14 +55,14 @@ def duration(seconds: float | None) -> str:
         return NOTHING
     if seconds < 10:
         return f"{significant(seconds, 2)} s"
-    whole = round(seconds)
-    if whole < 60:
-        return f"{whole} s"
-    if whole < 3600:
-        return f"{whole // 60} min {whole % 60:02d} s"
-    if whole < 86400:
-        return f"{whole // 3600} h {whole % 3600 // 60:02d} min"
-    return f"{whole // 86400} d {whole % 86400 // 3600:02d} h"
+    rounded = round(seconds)
+    if rounded < 60:
+        return f"{rounded} s"
+    if rounded < 3600:
+        return f"{rounded // 60} min {rounded % 60:02d} s"
+    if rounded < 86400:
+        return f"{rounded // 3600} h {rounded % 3600 // 60:02d} min"
+    return f"{rounded // 86400} d {rounded % 86400 // 3600:02d} h"
 
 
 def with_unit(name: str, unit: str) -> str:

@@ -179,7 +179,7 @@ def _run(
     progress = _Progress(dynamics, averages, steps, notify)
     reason = None
     while dynamics.step_number < steps and reason is None:
-        reason = _advance(dynamics)
+        reason = advance(dynamics)
         if reason is not None:
             break
         averages.add(dynamics)
@@ -206,7 +206,7 @@ def _run(
     )
 
 
-def _advance(dynamics: Dynamics) -> str | None:
+def advance(dynamics: Dynamics) -> str | None:
     """One step; the reason if the structure exploded in it."""
     try:
         dynamics.step()

@@ -308,6 +308,9 @@ class Record:
 
     def __init__(self, *args: object, **kwargs: object) -> None: ...
 
+    def __call__(self, *args: object, **kwargs: object) -> Record:
+        return Record(self, *args)
+
     def __setstate__(self, state: object) -> None:
         self.state = state
 

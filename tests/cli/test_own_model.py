@@ -57,6 +57,7 @@ class Announce(lightning.Callback):
 """
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("place", [".", "configs"])
 def test_own_parts_are_found_from_training_to_use(tmp_path, monkeypatch, place):
     monkeypatch.chdir(tmp_path)

@@ -49,8 +49,6 @@ def test_batches_from_the_device_are_those_of_the_host(table, share):
     for loader in loaders:
         loader.set_epoch(2)
         loader.start_at(450)
-    rows = loaders[0].epoch_rows()[0]
-    assert torch.equal(rows.cpu(), loaders[1].epoch_rows()[0])
     assert_same(*loaders)
 
 

@@ -104,9 +104,9 @@ def test_gates_of_no_atoms_and_activations_that_kernels_do_not_know():
     gate = GATES["silu and tanh"]
     nothing = nowhere_written(shape_of(gate.in_blocks), 0)
     GateByKernels(gate).values(nothing, nowhere_written(shape_of(gate.out_blocks), 0))
-    assert GateByKernels.knows(gate)
-    assert not GateByKernels.knows(Gate([SCALARS], [], even="ssp"))
-    assert not GateByKernels.knows(NormActivation([SCALARS], []))
+    assert GateByKernels.supports(gate)
+    assert not GateByKernels.supports(Gate([SCALARS], [], even="ssp"))
+    assert not GateByKernels.supports(NormActivation([SCALARS], []))
 
 
 # ---- harmonics and places of edges

@@ -50,6 +50,7 @@ def straight(tmp_path_factory) -> Path:
     return folder / "runs" / "straight"
 
 
+@pytest.mark.slow
 def test_a_killed_rank_ends_the_command_and_the_same_command_resumes_exactly(tmp_path, straight):
     """Rank 1 is killed while rank 0 waits for its gradient."""
     marker = tmp_path / "killed"
@@ -97,6 +98,7 @@ def test_a_stop_signal_on_one_rank_stops_all_at_the_same_step_and_saves_once(how
     assert_same_run(straight, tmp_path / "runs" / "again")
 
 
+@pytest.mark.slow
 def test_an_elastic_restart_ends_as_if_nothing_had_happened(tmp_path, straight):
     """Two agents, as on two nodes. The one whose process is killed counts a restart, the other does not; and `--fresh` must
     not throw away what the first attempt has saved."""

@@ -52,6 +52,7 @@ def need(program: str) -> str:
     return found
 
 
+@pytest.mark.slow
 def test_torchrun_and_all_that_is_said(tmp_path, serial):
     """Through the installed command, with a log of all ranks, a metric of the user's own and a rank that is slow."""
     settings = make(tmp_path, "launched", 2)
@@ -135,6 +136,7 @@ def begins_again(slurm, job: str) -> bool:
     return slurm.state(job) in ("RUNNING", "COMPLETED")
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(900)  # other jobs may hold the node's cores for a while
 @pytest.mark.parametrize("how", ["preempted", "warned"])
 def test_a_job_that_slurm_starts_again_ends_as_if_nothing_had_happened(how, slurm, tmp_path, serial):
@@ -198,6 +200,7 @@ def nodes():
         call("netns", "del", name)
 
 
+@pytest.mark.slow
 def test_two_nodes(nodes, tmp_path, serial):
     """torchrun on each of two machines that share a file system; the nodes find each other over the cable alone."""
     if not nodes:
@@ -251,6 +254,7 @@ def over_the_cable(program: str, folder: Path) -> list[str]:
     return [*start_by, "-genv", "MASTER_ADDR", "10.231.7.1"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("program", ["mpirun.openmpi", "mpirun.mpich"])
 def test_mpirun(program, nodes, tmp_path, serial):
     """Two trainings, one after the other: by our strategy and by `ddp_with_mpi`, Lightning's DDP among MPI's processes.

@@ -96,6 +96,7 @@ def test_killed_between_the_last_files_of_a_training_the_same_command_completes_
         assert_same_run(tmp_path / "runs" / "straight", run.path)
 
 
+@pytest.mark.slow
 def test_killed_between_all_files_of_the_evaluation_the_same_command_completes_it(straight, tmp_path):
     config = config_of(tmp_path, "killed", {"max_epochs": 2})
     for name in ("last.safetensors", *WRITTEN_AT_THE_END):

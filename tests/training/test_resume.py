@@ -116,6 +116,7 @@ def start_command(config: Path, folder: Path, **environment: str) -> subprocess.
     )
 
 
+@pytest.mark.slow
 def test_killed_with_signal_9_and_continued_by_the_same_command(tmp_path):
     """Real processes, real kill -9, in the middle of an epoch and of a later one."""
     changes = {"callbacks": [END], "training": {"ema": 0.9, "tensorboard": 0, "checkpoint": {"every_steps": 2}}}

@@ -122,7 +122,7 @@ class Kind:
         return tuple(name for name in ARGUMENTS if conditions.get(name, True))
 
     @property
-    def places(self) -> list[tuple[str, int]]:
+    def output_slots(self) -> list[tuple[str, int]]:
         """Outputs by the letter of their accumulators, and the slot of the field that holds them: o values, p tangents."""
         if not self.backward:
             return [("p", TANGENT)] if self.dual else [("o", VALUE)]
@@ -241,18 +241,18 @@ def form_of(
     extra: for every block, the number of columns after these, which are not written.
     rows: features and outputs are rows of atoms, of values and then, where a pass has both, of tangents.
     """
-    places, shape = _places(plan, targets, extra)
+    locations, shape = _locations(plan, targets, extra)
     features = Shape(tuple((2 * block.l + 1, block.mul) for block in plan.in_blocks))
     weights = _starts([block.mul for block in plan.out_blocks])
     blocks: list[FormBlock] = []
     chunk = 0
     for number, source in enumerate(plan.in_blocks):
         paths = []
-        for place, path in enumerate(plan.paths):
+        for index, path in enumerate(plan.paths):
             if path.source == number:
                 terms = _terms(source.l, path.l2, path.l3)
                 row = shape.dim if rows else 0
-                paths.append(FormPath(weights[place], *places[place], 2 * path.l3 + 1, terms, row))
+                paths.append(FormPath(weights[index], *locations[index], 2 * path.l3 + 1, terms, row))
         if paths:
             tile = _tile(source.mul, paths)
             row = features.dim if rows else 0
@@ -270,20 +270,20 @@ def _tile(channels: int, paths: Sequence[FormPath]) -> int:
     return tile
 
 
-def _places(
+def _locations(
     plan: ConvolutionPlan, targets: Sequence[Sequence[int]], extra: Sequence[int]
 ) -> tuple[dict[int, tuple[int, int, int]], Shape]:
     """Start, width and column of every path, and the shape of the output."""
     blocks: list[tuple[int, int]] = []
-    places = {}
-    for paths, more in zip(targets, extra):
+    locations = {}
+    for paths, extra_columns in zip(targets, extra):
         muls = [plan.out_blocks[path].mul for path in paths]
-        width = sum(muls) + more
+        width = sum(muls) + extra_columns
         start = sum(k * c for k, c in blocks)
         blocks.append((2 * plan.out_blocks[paths[0]].l + 1, width))
         for path, column in zip(paths, _starts(muls)):
-            places[path] = (start, width, column)
-    return places, Shape(tuple(blocks))
+            locations[path] = (start, width, column)
+    return locations, Shape(tuple(blocks))
 
 
 def _starts(sizes: Sequence[int]) -> list[int]:

@@ -23,7 +23,7 @@ from forgefield.kernels.convolution.form import ARGUMENTS, Form, FormBlock, Kind
 from forgefield.kernels.convolution.source import write_kernel
 from forgefield.kernels.convolution.sums import add_shares, sum_into_field
 from forgefield.kernels.core.fields import TANGENT, VALUE, Field
-from forgefield.kernels.core.generation import module_from
+from forgefield.kernels.core.generation import Launchable, TritonFunction, module_from
 from forgefield.kernels.core.runtime import Concurrent, interpreted, storage_type, weight_cotangent_type
 from forgefield.ops.graph import EdgeGraph, is_traced
 
@@ -44,45 +44,45 @@ more warp on every scheduler."""
 
 
 @lru_cache(maxsize=512)
-def kernel(form: Form, kind: Kind) -> Any:
+def kernel(form: Form, kind: Kind) -> TritonFunction:
     """The Triton function of this form and kind; Triton compiles it when it is first launched."""
     return getattr(module_from(write_kernel(form, kind)), kind.name)
 
 
-def in_manner(kind: Kind, form: Form, n_atoms: int) -> Kind:
+def with_shares(kind: Kind, form: Form, n_atoms: int) -> Kind:
     """The same kind with the number of shares that suits this number of atoms."""
     if n_atoms * form.n_chunks < FEW:
         return replace(kind, shares=SHARES)
     return replace(kind, shares=2 if kind.backward and form.n_couplings < LONG else 1)
 
 
-def writes_much(form: Form, n_edges: int, dtype: torch.dtype) -> bool:
+def exceeds_row_limit(form: Form, n_edges: int, dtype: torch.dtype) -> bool:
     """Whether the last pass, computed in this type with a table, would write more than `MOST_ROWS` bytes for this many
     edges."""
-    of_features = form.features.dim * storage_type(dtype).itemsize
-    of_weights = 2 * form.n_weights * weight_cotangent_type(dtype).itemsize
-    return n_edges * (of_features + of_weights) > MOST_ROWS
+    feature_bytes = form.features.dim * storage_type(dtype).itemsize
+    weight_bytes = 2 * form.n_weights * weight_cotangent_type(dtype).itemsize
+    return n_edges * (feature_bytes + weight_bytes) > MOST_ROWS
 
 
 @dataclass(frozen=True)
 class Radial:
     """Radial weights of a layer.
 
-    weights: (n_rows, n_weights); or, where `place` is set, a table of polynomials (n_intervals, 4, n_weights), packed
+    weights: (n_rows, n_weights); or, where `position` is set, a table of polynomials (n_intervals, 4, n_weights), packed
         (n_intervals, 3, n_weights).
     row: (n_edges,), row of weights of each edge, or its interval in the table.
-    place: (n_edges,), position of each edge in its interval.
+    position: (n_edges,), position of each edge in its interval.
     unit: (n_intervals,), units of a packed table (`radial/packing.py`).
     """
 
     weights: Tensor
     row: Tensor
-    place: Tensor | None = None
+    position: Tensor | None = None
     unit: Tensor | None = None
 
     @property
     def in_table(self) -> bool:
-        return self.place is not None
+        return self.position is not None
 
     @property
     def packed(self) -> bool:
@@ -99,7 +99,7 @@ class Motion:
 
     harmonics: Tensor
     weights: Tensor | None = None
-    place: Tensor | None = None
+    position: Tensor | None = None
 
 
 class Rows(NamedTuple):
@@ -162,16 +162,16 @@ class Convolution:
             if start not in {block.start for block in self.form.blocks}:
                 to_x.block(number, VALUE).zero_()
         done: Concurrent[None] | None = None
-        for part in self.form.parts:
+        for form in self.form.parts:
             if done is not None:
                 done.result()
-            done = launch(replace(kind, apart=True), part)
+            done = launch(replace(kind, apart=True), form)
         return done
 
     def _back(
         self,
         kind: Kind,
-        part: Form | None,
+        form: Form | None,
         *,
         x: Field,
         g: Field,
@@ -180,13 +180,13 @@ class Convolution:
         take: Take,
     ) -> Concurrent[None] | None:
         """The last pass of one block, or of all."""
-        block = None if part is None else part.blocks[0]
+        block = None if form is None else form.blocks[0]
         n_edges, n_weights = self.graph.n_edges, self.form.n_weights if block is None else len(block.columns)
         of_x = self._per_edge(x, to_x) if block is None else x.flat.new_empty((n_edges, block.dim), dtype=self.stored)
         dtype = weight_cotangent_type(x.flat.dtype) if self.radial.in_table else x.flat.dtype
         of_w, of_dw = (x.flat.new_empty((n_edges, n_weights), dtype=dtype) for _ in range(2))
         tensors = {"x": self._read(x), "g": g.flat, "to_x": of_x, "to_w": of_w, "to_dw": of_dw, **_moving(motion)}
-        self._launch(kind, tensors, part)
+        self._launch(kind, tensors, form)
         done = take(Rows(of_w, of_dw, block))
         self._sum(of_x, to_x, VALUE, 0 if block is None else block.start)
         return done
@@ -195,11 +195,11 @@ class Convolution:
         """Whether each block has its own rows, for which blocks are launched one by one."""
         if not self.radial.in_table or len(self.form.blocks) == 1:
             return False
-        return self._one_by_one(kind) or writes_much(self.form, self.graph.n_edges, self.harmonics.dtype)
+        return self._one_by_one(kind) or exceeds_row_limit(self.form, self.graph.n_edges, self.harmonics.dtype)
 
     def _kind(self, **flags: bool) -> Kind:
         kind = Kind(table=self.radial.in_table, packed=self.radial.packed, narrow=self.narrow, **flags)
-        return in_manner(kind, self.form, self.graph.n_atoms)
+        return with_shares(kind, self.form, self.graph.n_atoms)
 
     def _read(self, x: Field) -> Tensor:
         """Features in the storage type; the copy is kept until features change."""
@@ -215,8 +215,8 @@ class Convolution:
             return
         parts = out.flat.new_empty((kind.shares, out.flat.shape[0]))
         self._launch(kind, {"x": self._read(x), "out": parts, **tensors})
-        ((_, place),) = kind.places
-        add_shares(parts, self.form, out, place)
+        ((_, slot),) = kind.output_slots
+        add_shares(parts, self.form, out, slot)
 
     def _per_edge(self, x: Field, to_x: Field | None) -> Tensor:
         shape = (0 if to_x is None else self.graph.n_edges, self.form.features.dim)
@@ -225,18 +225,18 @@ class Convolution:
             rows[:, begin:end] = 0
         return rows
 
-    def _sum(self, rows: Tensor, to_x: Field | None, place: int, first: int = 0) -> None:
+    def _sum(self, rows: Tensor, to_x: Field | None, slot: int, first: int = 0) -> None:
         if to_x is not None:
-            sum_into_field(rows, self.graph.by_source, to_x, place, first)
+            sum_into_field(rows, self.graph.by_source, to_x, slot, first)
 
-    def launcher(self, kernel: Any) -> Any:
+    def launcher(self, kernel: TritonFunction) -> Launchable:
         """The kernel itself; operators (`operators.py`) wrap it so that traces record the launch."""
         return kernel
 
     def _one_by_one(self, kind: Kind) -> bool:
         return kind.backward and kind.shares == 1 and self.form.n_couplings >= LONG
 
-    def _launch(self, kind: Kind, tensors: dict[str, Tensor], part: Form | None = None) -> None:
+    def _launch(self, kind: Kind, tensors: dict[str, Tensor], part_form: Form | None = None) -> None:
         """Launch the kernel of a part of the form, or of all of it. tensors: arguments of the pass by their names in
         `ARGUMENTS`, without those that all passes have."""
         graph, radial = self.graph, self.radial
@@ -245,8 +245,8 @@ class Convolution:
             return
         tensors = {**tensors, "y": self.harmonics, "w": radial.weights, "row": radial.row, "source": graph.source}
         tensors["pointers"] = graph.by_destination.pointers
-        if radial.place is not None:
-            tensors["u"] = radial.place
+        if radial.position is not None:
+            tensors["u"] = radial.position
         if radial.unit is not None:
             tensors["unit"] = radial.unit
         for name, tensor in tensors.items():
@@ -258,37 +258,37 @@ class Convolution:
         if kind.table and (kind.pass_name, self.form.n_harmonics) in MOST_REGISTERS:
             options["maxnreg"] = MOST_REGISTERS[kind.pass_name, self.form.n_harmonics]
         parts = self.form.parts if self._one_by_one(kind) else (self.form,)
-        for form in parts if part is None else (part,):
+        for form in parts if part_form is None else (part_form,):
             grid = (n_atoms * kind.shares * form.n_chunks,)
             self.launcher(kernel(form, kind))[grid](**arguments, **options)
 
 
 def _moving(motion: Motion) -> dict[str, Tensor]:
     """Tangents as arguments of a kernel."""
-    tangents = {"dy": motion.harmonics, "dw": motion.weights, "du": motion.place}
+    tangents = {"dy": motion.harmonics, "dw": motion.weights, "du": motion.position}
     return {name: tensor for name, tensor in tangents.items() if tensor is not None}
 
 
-_done: set[Any] = set()
+_compiled_keys: set[Any] = set()
 MOST_THREADS = 16
 
 
 class Compiled(Convolution):
     """A convolution whose passes compile their kernels and compute nothing."""
 
-    def launcher(self, kernel: Any) -> Any:
-        return _Warmed(kernel)
+    def launcher(self, kernel: TritonFunction) -> Launchable:
+        return _CompileOnly(kernel)
 
-    def _sum(self, rows: Any, to_x: Field | None, place: int, first: int = 0) -> None:
+    def _sum(self, rows: Tensor, to_x: Field | None, slot: int, first: int = 0) -> None:
         pass
 
-    def _forward(self, kind: Any, x: Field, out: Field, **tensors: Any) -> None:
+    def _forward(self, kind: Kind, x: Field, out: Field, **tensors: Tensor) -> None:
         self._launch(kind, {"x": self._read(x), "out": out.flat, **tensors})
 
     def passes(self, x: Field, z: Field, to_x: Field, to_z: Field) -> None:
         """All four passes of a training."""
         weights = None if self.radial.in_table else self.radial.weights
-        motion = Motion(self.harmonics, weights=weights, place=self.radial.place)
+        motion = Motion(self.harmonics, weights=weights, position=self.radial.position)
         columns = 4 if self.radial.in_table else self.form.n_harmonics
         parts = self.harmonics.new_empty((self.form.n_chunks, self.graph.n_edges, columns))
         self.back(x, to_z, to_x, motion, lambda rows: None)
@@ -297,13 +297,13 @@ class Compiled(Convolution):
         self.values(x, z)
 
 
-class _Warmed:
+class _CompileOnly:
     """A Triton function that is compiled for the arguments of a launch instead of being launched."""
 
-    def __init__(self, kernel: Any) -> None:
+    def __init__(self, kernel: TritonFunction) -> None:
         self.kernel = kernel
 
-    def __getitem__(self, grid: Any) -> Any:
+    def __getitem__(self, grid: tuple[Any, ...]) -> Callable[..., object]:
         return lambda **arguments: self.kernel.warmup(grid=grid, **arguments)
 
 
@@ -322,10 +322,10 @@ class Planned:
     def key(self, graph: EdgeGraph, harmonics: Tensor) -> Any:
         """Everything that determines which kernels its passes launch."""
         kind = Kind(table=self.radial.in_table, packed=self.radial.packed, still=self.still)
-        large = writes_much(self.form, graph.n_edges, harmonics.dtype)
+        large = exceeds_row_limit(self.form, graph.n_edges, harmonics.dtype)
         stored = (storage_type(harmonics.dtype), weight_cotangent_type(harmonics.dtype))
         types = (harmonics.dtype, *stored, self.radial.row.dtype, harmonics.device)
-        return self.form, in_manner(kind, self.form, graph.n_atoms), large, types
+        return self.form, with_shares(kind, self.form, graph.n_atoms), large, types
 
 
 def compile_together(layers: Sequence[Planned], graph: EdgeGraph, harmonics: Tensor) -> None:
@@ -333,7 +333,7 @@ def compile_together(layers: Sequence[Planned], graph: EdgeGraph, harmonics: Ten
     if not harmonics.is_cuda or interpreted():
         return
     new = {layer.key(graph, harmonics): layer for layer in layers}
-    new = {key: layer for key, layer in new.items() if key not in _done}
+    new = {key: layer for key, layer in new.items() if key not in _compiled_keys}
     if not new:
         return
     try:
@@ -344,7 +344,7 @@ def compile_together(layers: Sequence[Planned], graph: EdgeGraph, harmonics: Ten
         for layer in new.values():
             passes = Compiled(layer.form, graph, harmonics, layer.radial, still=layer.still)
             passes.passes(layer.x, layer.z, layer.to_x, layer.to_z)
-    _done.update(new)
+    _compiled_keys.update(new)
 
 
 def _threads() -> int:

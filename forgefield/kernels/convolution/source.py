@@ -164,7 +164,7 @@ def _store(write: _Writer, block: FormBlock, where: str, value: str, *, once: bo
 def _outputs(block: FormBlock, kind: Kind) -> list[tuple[str, str]]:
     """Variable of each component of the outputs, and its address."""
     outputs = []
-    for row, (name, place) in enumerate(kind.places):
+    for row, (name, place) in enumerate(kind.output_slots):
         for number, path in enumerate(block.paths):
             dim = path.n_out * path.width
             base = f"n_atoms * {2 * path.start + place * dim} + atom * {dim}"

@@ -1,9 +1,9 @@
-"""Fields: the features of all atoms at one place of a network, with room for how they change.
+"""Fields: the features of all atoms at one stage of a network, with their tangents.
 
-A field is one stretch of memory that holds its blocks one after another, and of every block first the values of all atoms,
-then the tangents: (n_atoms, 2l + 1, channels) each. So a linear map of a block is one plain product, of values, of tangents
-or of both, and nothing is copied between products and kernels. Cotangents lie in fields too: those of the values in place
-of values, those of the tangents in place of tangents.
+A field is one contiguous tensor with its blocks one after another, and of every block first the values of all atoms, then the
+tangents: (n_atoms, 2l + 1, channels) each. A linear map of a block is therefore one matrix product, of values, of tangents or
+of both, and nothing is copied between products and kernels. Cotangents are fields, too: those of values in the slot of values,
+those of tangents in the slot of tangents.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 VALUE, TANGENT = 0, 1
-"""Places in a field."""
+"""Slots of a field."""
 
 
 @dataclass(frozen=True)
@@ -26,7 +26,7 @@ class Shape:
 
     @property
     def starts(self) -> list[int]:
-        """Numbers of an atom before each block."""
+        """Offset of each block in the numbers of an atom."""
         return [sum(k * c for k, c in self.blocks[:number]) for number in range(len(self.blocks))]
 
     @property
@@ -48,23 +48,23 @@ class Field:
         begin = 2 * self.n_atoms * self.shape.starts[block]
         return self.flat[begin : begin + 2 * self.n_atoms * components * channels].view(-1, channels)
 
-    def rows(self, block: int, place: int) -> Tensor:
+    def rows(self, block: int, slot: int) -> Tensor:
         """Values or tangents of a block, (n_atoms * (2l + 1), channels)."""
         length = self.n_atoms * self.shape.blocks[block][0]
-        return self.both(block)[place * length : (place + 1) * length]
+        return self.both(block)[slot * length : (slot + 1) * length]
 
-    def block(self, block: int, place: int) -> Tensor:
-        """The same, (n_atoms, 2l + 1, channels)."""
-        return self.rows(block, place).view(self.n_atoms, *self.shape.blocks[block])
+    def block(self, block: int, slot: int) -> Tensor:
+        """Values or tangents of a block, (n_atoms, 2l + 1, channels)."""
+        return self.rows(block, slot).view(self.n_atoms, *self.shape.blocks[block])
 
-    def blocks(self, place: int) -> list[Tensor]:
-        return [self.block(number, place) for number in range(len(self.shape.blocks))]
+    def blocks(self, slot: int) -> list[Tensor]:
+        return [self.block(number, slot) for number in range(len(self.shape.blocks))]
 
-    def fill(self, place: int, blocks: Sequence[Tensor]) -> None:
+    def fill(self, slot: int, blocks: Sequence[Tensor]) -> None:
         for number, values in enumerate(blocks):
-            self.block(number, place).copy_(values)
+            self.block(number, slot).copy_(values)
 
 
 def new_field(shape: Shape, n_atoms: int, like: Tensor) -> Field:
-    """A field in the precision and on the device of `like`, not filled."""
+    """An uninitialised field in the precision and on the device of `like`."""
     return Field(torch.empty(2 * n_atoms * shape.dim, dtype=like.dtype, device=like.device), n_atoms, shape)

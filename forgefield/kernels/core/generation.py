@@ -15,14 +15,28 @@ import types
 from collections.abc import Callable, Collection, Iterator, Mapping
 from functools import cache
 from importlib.metadata import version
-from typing import Any
+from typing import Any, Protocol, cast
 
 import torch
+from torch import Tensor
 
 from forgefield.kernels.core.runtime import interpreted
 
 LaunchArguments = dict[str, Any]
 """Tensors and numbers by the names that a kernel has for them."""
+
+
+class Launchable(Protocol):
+    """`kernel[grid](**arguments)` launches it."""
+
+    def __getitem__(self, grid: tuple[Any, ...]) -> Callable[..., object]: ...
+
+
+class TritonFunction(Launchable, Protocol):
+    """A function of Triton, compiled when it is first launched."""
+
+    def warmup(self, *, grid: tuple[Any, ...], **arguments: object) -> object:
+        """Compile it for these arguments without launching it."""
 
 
 class ArgumentTable:
@@ -40,22 +54,27 @@ class ArgumentTable:
         return ", ".join(self.arguments)
 
     def bind(
-        self, kernel: str, given: Mapping[str, Any], *, unused: Any = None, used: Collection[str] | None = None
+        self,
+        kernel: str,
+        values: Mapping[str, object],
+        *,
+        unused: Tensor | None = None,
+        used: Collection[str] | None = None,
     ) -> LaunchArguments:
         """Keyword arguments of a launch, for every name of the table.
 
         kernel: for messages.
-        given: values by name.
+        values: values by name.
         unused: any tensor; arguments that the kernel does not use are launched with it.
-        used: names that the kernel uses, all of which have to be given; None: every name of the table.
+        used: names that the kernel uses, all of which must be in `values`; None: every name of the table.
         """
-        unknown = [name for name in given if name not in self.arguments]
+        unknown = [name for name in values if name not in self.arguments]
         if unknown:
             raise TypeError(f"{kernel}() has no argument '{unknown[0]}'; its arguments are {self.signature}")
-        missing = [name for name in (self.arguments if used is None else used) if name not in given]
+        missing = [name for name in (self.arguments if used is None else used) if name not in values]
         if missing:
             raise TypeError(f"{kernel}() needs the argument '{missing[0]}'")
-        return {name: given.get(name, unused) for name in self.arguments}
+        return {name: values.get(name, unused) for name in self.arguments}
 
 
 def module_from(source: str) -> types.ModuleType:
@@ -76,13 +95,13 @@ def operator(name: str) -> Callable[[Callable[..., Any]], Any]:
     return torch.library.triton_op(name, mutates_args=())
 
 
-def launcher(kernel: Any) -> Any:
+def launcher(kernel: TritonFunction) -> Launchable:
     """The kernel as it is launched inside of an operator, such that traces record the launch."""
-    return kernel if interpreted() else torch.library.wrap_triton(kernel)
+    return kernel if interpreted() else torch.library.wrap_triton(cast(Callable[..., Any], kernel))
 
 
 @cache
-def mark_of_code(*sources: Any) -> str:
+def mark_of_code(*sources: types.ModuleType | Callable[..., object]) -> str:
     """A short hash of the modules and functions that generate a kernel.
 
     It is an argument of operators, so that compiled graphs from a cache are not mistaken for those of other code.

@@ -7,6 +7,7 @@ are compared in tests. Whether kernels are used is set in the execution context 
 
 from __future__ import annotations
 
+import importlib
 import os
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
@@ -24,7 +25,7 @@ from forgefield.ops.execution import STORAGE, current
 def has_triton() -> bool:
     """Whether Triton can be imported."""
     try:
-        import triton  # noqa: F401
+        importlib.import_module("triton")
     except ImportError:
         return False
     return True
@@ -93,7 +94,7 @@ class Concurrent(Generic[T]):
     """
 
     def __init__(self, stream: str, work: Callable[[], T]) -> None:
-        self._kept: Callable[[], T] | None = work  # keeps everything alive that the work reads
+        self._work: Callable[[], T] | None = work  # keeps everything alive that the work reads
         self._done: torch.cuda.Event | None = None
         if not capturing():
             self._value = work()
@@ -113,7 +114,7 @@ class Concurrent(Generic[T]):
         """The result; the current stream waits for it."""
         if self._done is not None:
             torch.cuda.current_stream().wait_event(self._done)
-        self._kept = None
+        self._work = None
         return self._value
 
 

@@ -12,7 +12,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import Any
+from typing import Any, TypeGuard
 
 import torch
 import torch.autograd.forward_ad as forward_ad
@@ -45,27 +45,27 @@ class Nonlinearity:
 
     def tangents(self, a: Field, h: Field) -> None:
         with forward_ad._set_fwd_grad_enabled(True), forward_ad.dual_level():
-            made = self._moved(a.blocks(VALUE), a.blocks(TANGENT))
-        h.fill(TANGENT, made)
+            tangents = self._moved(a.blocks(VALUE), a.blocks(TANGENT))
+        h.fill(TANGENT, tangents)
 
     def forces(self, a: Field, to_h: Field, to_a: Field) -> None:
         """Cotangents of the tangents, which are those of a total of the values."""
         with torch.enable_grad():
             blocks = [block.detach().requires_grad_(True) for block in a.blocks(VALUE)]
-            made = self.function(blocks)
-        to_a.fill(TANGENT, torch.autograd.grad(made, blocks, to_h.blocks(TANGENT)))
+            outputs = self.function(blocks)
+        to_a.fill(TANGENT, torch.autograd.grad(outputs, blocks, to_h.blocks(TANGENT)))
 
     def back(self, a: Field, to_h: Field, to_a: Field) -> None:
         """Cotangents of the values, from those of values and tangents."""
         with torch.enable_grad(), forward_ad._set_fwd_grad_enabled(True), forward_ad.dual_level():
             blocks = [block.detach().requires_grad_(True) for block in a.blocks(VALUE)]
-            made = self.function(blocks) + self._moved(blocks, a.blocks(TANGENT))
-        given = to_h.blocks(VALUE) + to_h.blocks(TANGENT)
-        to_a.fill(VALUE, torch.autograd.grad(made, blocks, given))
+            outputs = self.function(blocks) + self._moved(blocks, a.blocks(TANGENT))
+        cotangents = to_h.blocks(VALUE) + to_h.blocks(TANGENT)
+        to_a.fill(VALUE, torch.autograd.grad(outputs, blocks, cotangents))
 
     def _moved(self, blocks: list[Tensor], tangents: list[Tensor]) -> list[Tensor]:
-        made = self.function([forward_ad.make_dual(block, tangent) for block, tangent in zip(blocks, tangents)])
-        return [forward_ad.unpack_dual(value).tangent for value in made]
+        duals = self.function([forward_ad.make_dual(block, tangent) for block, tangent in zip(blocks, tangents)])
+        return [forward_ad.unpack_dual(value).tangent for value in duals]
 
 
 class GateByKernels(Nonlinearity):
@@ -73,10 +73,10 @@ class GateByKernels(Nonlinearity):
 
     def __init__(self, gate: Gate) -> None:
         super().__init__(gate)
-        self.pieces = _pieces(gate)
+        self.blocks = _gate_blocks(gate)
 
     @staticmethod
-    def knows(nonlinearity: object) -> bool:
+    def supports(nonlinearity: object) -> TypeGuard[Gate]:
         return isinstance(nonlinearity, Gate) and set(nonlinearity.acts.values()) <= set(_ACTIVATIONS)
 
     def values(self, a: Field, h: Field) -> None:
@@ -94,28 +94,34 @@ class GateByKernels(Nonlinearity):
     def _launch(self, name: str, *, a: Field, **fields: Field) -> None:
         """Launch the kernel of a pass. a, fields: by their names in `ARGUMENTS`."""
         if a.n_atoms:
-            grid = (a.n_atoms * sum(piece.n_chunks for piece in self.pieces),)
+            grid = (a.n_atoms * sum(block.n_chunks for block in self.blocks),)
             used = ("a", "to_h", "to_a") if name in ("forces", "back") else ("a", "h")
-            given = {"a": a.flat, "n_atoms": a.n_atoms, **{key: field.flat for key, field in fields.items()}}
-            arguments = ARGUMENTS.bind(f"gate_{name}", given, unused=a.flat, used=used)
-            _kernel(self.pieces, name)[grid](**arguments, num_warps=1, num_stages=1)
+            values = {"a": a.flat, "n_atoms": a.n_atoms, **{key: field.flat for key, field in fields.items()}}
+            arguments = ARGUMENTS.bind(f"gate_{name}", values, unused=a.flat, used=used)
+            _kernel(self.blocks, name)[grid](**arguments, num_warps=1, num_stages=1)
+
+
+def nonlinearity_on_fields(function: Callable[[list[Tensor]], list[Tensor]]) -> Nonlinearity:
+    """By kernels if they support the function."""
+    return GateByKernels(function) if GateByKernels.supports(function) else Nonlinearity(function)
+
+
+_Columns = tuple[int, int, int, int]
+"""Offset of a block, its length for one atom, first column, width of its rows."""
 
 
 @dataclass(frozen=True)
-class _Piece:
-    """One block of the output.
-
-    source, gates, result: (offset of the block, its length for one atom, first column, width of its rows) of the input, of the
-    gates (None for scalars) and of the output.
-    """
+class _GateBlock:
+    """One block of the output. source, gates, result: columns of the input, of the gates (None for scalars) and of the
+    output."""
 
     channels: int
     components: int
     activation: str
     scale: float
-    source: tuple[int, int, int, int]
-    gates: tuple[int, int, int, int] | None
-    result: tuple[int, int, int, int]
+    source: _Columns
+    gates: _Columns | None
+    result: _Columns
 
     @property
     def tile(self) -> int:
@@ -126,10 +132,10 @@ class _Piece:
         return -(-self.channels // self.tile)
 
 
-def _pieces(gate: Gate) -> tuple[_Piece, ...]:
+def _gate_blocks(gate: Gate) -> tuple[_GateBlock, ...]:
     before, after = (Shape(tuple((2 * b.l + 1, b.mul) for b in blocks)) for blocks in (gate.in_blocks, gate.out_blocks))
     where = {(block.l, block.p): number for number, block in enumerate(gate.in_blocks)}
-    pieces = []
+    blocks = []
     column = gate.even_split[0]
     for number, block in enumerate(gate.out_blocks):
         source = where[block.l, block.p]
@@ -141,8 +147,8 @@ def _pieces(gate: Gate) -> tuple[_Piece, ...]:
             n_scalars = before.blocks[scalars][1]
             gates = (before.starts[scalars], n_scalars, column, n_scalars)
             column += block.mul
-        pieces.append(
-            _Piece(
+        blocks.append(
+            _GateBlock(
                 block.mul,
                 components,
                 gate.acts[kind],
@@ -152,7 +158,7 @@ def _pieces(gate: Gate) -> tuple[_Piece, ...]:
                 (after.starts[number], block.dim, 0, block.mul),
             )
         )
-    return tuple(pieces)
+    return tuple(blocks)
 
 
 _ACTIVATIONS = {
@@ -176,13 +182,13 @@ _ACTIVATIONS = {
 
 
 @lru_cache(maxsize=256)
-def _kernel(pieces: tuple[_Piece, ...], name: str) -> Any:
-    return getattr(module_from(write_gate(pieces, name)), f"gate_{name}")
+def _kernel(blocks: tuple[_GateBlock, ...], name: str) -> Any:
+    return getattr(module_from(write_gate(blocks, name)), f"gate_{name}")
 
 
-def write_gate(pieces: tuple[_Piece, ...], name: str) -> str:
+def write_gate(blocks: tuple[_GateBlock, ...], name: str) -> str:
     """Source of a module with the kernel `gate_{name}`, one warp for an atom and up to 128 channels of a block."""
-    total = sum(piece.n_chunks for piece in pieces)
+    total = sum(block.n_chunks for block in blocks)
     lines = [
         "import triton",
         "import triton.language as tl",
@@ -196,29 +202,29 @@ def write_gate(pieces: tuple[_Piece, ...], name: str) -> str:
         f"    chunk = program % {total}",
     ]
     first = 0
-    for piece in pieces:
-        lines.append(f"    if (chunk >= {first}) & (chunk < {first + piece.n_chunks}):")
-        lines += [f"        {line}" for line in _lines(piece, name, first)]
-        first += piece.n_chunks
+    for block in blocks:
+        lines.append(f"    if (chunk >= {first}) & (chunk < {first + block.n_chunks}):")
+        lines += [f"        {line}" for line in _lines(block, name, first)]
+        first += block.n_chunks
     return "\n".join(lines) + "\n"
 
 
-def _lines(piece: _Piece, name: str, first: int) -> list[str]:
-    lines = [f"c = (chunk - {first}) * {piece.tile} + tl.arange(0, {piece.tile})", f"inside = c < {piece.channels}"]
+def _lines(block: _GateBlock, name: str, first: int) -> list[str]:
+    lines = [f"c = (chunk - {first}) * {block.tile} + tl.arange(0, {block.tile})", f"inside = c < {block.channels}"]
 
-    def address(buffer: str, place: int, where: tuple[int, int, int, int], k: int) -> str:
-        start, length, column, width = where
-        return f"{buffer} + n_atoms * {2 * start + place * length} + atom * {length} + {column + k * width} + c"
+    def address(field: str, slot: int, columns: _Columns, k: int) -> str:
+        start, length, column, width = columns
+        return f"{field} + n_atoms * {2 * start + slot * length} + atom * {length} + {column + k * width} + c"
 
-    def load(target: str, *where: Any) -> None:
-        lines.append(f"{target} = tl.load({address(*where)}, mask=inside, other=0.0)")
+    def load(target: str, field: str, slot: int, columns: _Columns, k: int) -> None:
+        lines.append(f"{target} = tl.load({address(field, slot, columns, k)}, mask=inside, other=0.0)")
 
-    def store(value: str, *where: Any) -> None:
-        lines.append(f"tl.store({address(*where)}, {value}, mask=inside)")
+    def store(value: str, field: str, slot: int, columns: _Columns, k: int) -> None:
+        lines.append(f"tl.store({address(field, slot, columns, k)}, {value}, mask=inside)")
 
-    moves, gates, source, result = name in ("tangents", "back"), piece.gates, piece.source, piece.result
+    moves, gates, source, result = name in ("tangents", "back"), block.gates, block.source, block.result
     load("s", "a", VALUE, gates or source, 0)
-    lines.extend(line.format(x="s", scale=repr(piece.scale)) for line in _ACTIVATIONS[piece.activation])
+    lines.extend(line.format(x="s", scale=repr(block.scale)) for line in _ACTIVATIONS[block.activation])
     if moves:
         load("ds", "a", TANGENT, gates or source, 0)
     if gates is None:
@@ -235,8 +241,8 @@ def _lines(piece: _Piece, name: str, first: int) -> list[str]:
             store("f1 * g + f2 * ds * p", "to_a", VALUE, source, 0)
         return lines
     if name in ("forces", "back"):
-        lines.append(f"total = tl.zeros([{piece.tile}], a.dtype.element_ty)")
-    for k in range(piece.components):
+        lines.append(f"total = tl.zeros([{block.tile}], a.dtype.element_ty)")
+    for k in range(block.components):
         load("x", "a", VALUE, source, k)
         if moves:
             load("dx", "a", TANGENT, source, k)

@@ -1,9 +1,9 @@
 """The matrices of a network from its weights in one launch, and the gradients of the weights from theirs in two.
 
-Weights are read where they lie, as they are trained: of unit variance. Matrices are these times a constant, or, where they
-belong to a species, sums over its embedding: matrix[u, s, w] = c sum_v weight[u, v, w] embedding[s, v]. Kernels that multiply
-with them read them packed: transposed too, and each number as its leading bits and the rest. Sums are made in float64: an error
-of a matrix is that of all atoms of a species at once.
+Weights of unit variance are read directly from the parameters. Matrices are weights times a constant or, if they depend on the
+species, sums over its embedding: matrix[u, s, w] = c sum_v weight[u, v, w] embedding[s, v]. Kernels that multiply with them
+read them packed: also transposed, and each number as its leading bits and the remainder. Sums are computed in float64, because
+an error of a matrix affects all atoms of a species.
 """
 
 from __future__ import annotations
@@ -20,22 +20,22 @@ from torch import Tensor
 
 from forgefield.kernels.core.runtime import capturing
 
-DOWN, ACROSS, MADE_WARPS = 8, 32, 2
-"""Rows and columns of a matrix that one program makes, and the warps of it."""
+DOWN, ACROSS, FORWARD_WARPS = 8, 32, 2
+"""Rows and columns of a matrix per program, and its number of warps."""
 EIGHT = 8
-"""Numbers of an embedding that are read at a time."""
+"""Numbers of an embedding read at a time."""
 NUMBERS, ROWS, BACK_WARPS = 2048, 2, 4
-"""Gradients of weights that one program makes at a time; of a species' matrix it does so for so many rows of it."""
+"""Gradients of weights that a program computes at a time, rows of a matrix of species per program, and warps."""
 SUMMED = 8192
-"""Numbers that one program reads at a time to sum up the gradient of a species' embedding."""
+"""Numbers that a program reads at a time to sum the gradient of the embedding of a species."""
 MOST = 64
-"""Sets of weights whose places are kept; those of others are copied into one row."""
+"""Maximum number of sets of weights whose addresses are cached; other sets are copied into one row."""
 
 
 @dataclass(frozen=True)
 class Matrix:
-    """rows, width: of the matrix, for each species where there is one of each. weight, out: where it begins among the weights
-    and among the matrices."""
+    """rows, width: of the matrix, or of that of each species. weight, out: its offset among the weights and among the
+    matrices."""
 
     of_species: bool
     rows: int
@@ -46,128 +46,128 @@ class Matrix:
 
 @dataclass(frozen=True)
 class Programs:
-    """What every program of a launch does, a row each: whether it is of species, which matrix, its rows and width, where it
-    begins among the gradients of weights and among the matrices; then the first row, or number, the first column, and where
-    rows or numbers end."""
+    """Tasks of the programs of a launch, one row each: whether the matrix depends on the species, index of the matrix, its
+    rows and width, its offsets among the gradients of weights and among the matrices; then the first row (or number), the
+    first column, and the last row (or number) + 1."""
 
     make: Tensor
     back: Tensor
 
 
-class Places(NamedTuple):
-    """Where the weights of every part begin, in numbers behind the first tensor of them. aligned: in fours, as all rows do."""
+class WeightOffsets(NamedTuple):
+    """Offset of the weights of every matrix from the first tensor, in numbers. aligned: offsets and rows are multiples of 4."""
 
     starts: Tensor
     aligned: bool
 
 
 class Matrices:
-    """All matrices of a network. size: numbers from the first of them to the last. n_embedding: numbers of a species.
+    """All matrices of a network. size: numbers from the first matrix to the end of the last. n_embedding: numbers per species.
 
-    Packed they are four rows of this size: transposed, leading bits and rest, and as they are, leading bits and rest. A matrix
-    of each species is (rows, n_species, width) as it is and (n_species, width, rows) transposed.
+    Packed matrices are four rows of this size: transposed, leading bits and remainders, and not transposed, leading bits and
+    remainders. Matrices of species are (rows, n_species, width), and (n_species, width, rows) transposed.
     """
 
-    def __init__(self, parts: Sequence[Matrix], size: int, n_embedding: int) -> None:
-        self.parts, self.size, self.n_embedding = tuple(parts), size, n_embedding
+    def __init__(self, matrices: Sequence[Matrix], size: int, n_embedding: int) -> None:
+        self.parts, self.size, self.n_embedding = tuple(matrices), size, n_embedding
         self.wide = max(16, 1 << (n_embedding - 1).bit_length())
         self.across = max(16, NUMBERS // self.wide)
-        self._aligned = all(n % 4 == 0 for part in parts for n in (part.width, part.weight, part.out))
-        # for good: captured graphs read them
+        self._aligned = all(n % 4 == 0 for matrix in matrices for n in (matrix.width, matrix.weight, matrix.out))
+        # never freed: captured graphs read them
         self._programs: dict[torch.device, Programs] = {}
-        self._places: dict[_Key, Places] = {}
+        self._offsets: dict[_Key, WeightOffsets] = {}
 
     def __call__(self, weights: Sequence[Tensor], embedding: Tensor, constants: Tensor) -> tuple[Tensor, Tensor]:
-        """The matrices in a row (size,), and packed (4 * size,), which has no gradient. weights: rows which make up, one after
-        the other, that of all parts. embedding: (n_species, n_embedding). constants: of each part, float64. What lies between
-        two matrices is not filled."""
-        if not self._can_stay(weights):
+        """The matrices in a row (size,), and packed (4 * size,), without a gradient. weights: tensors that, concatenated, are
+        the weights of all matrices. embedding: (n_species, n_embedding). constants: of each matrix, float64. Gaps between
+        matrices are uninitialised."""
+        if not self._read_in_place(weights):
             weights = [torch.cat(tuple(weights))]
-        return _Made.apply(self, embedding, constants, *weights)
+        return _MakeMatrices.apply(self, embedding, constants, *weights)
 
-    def _can_stay(self, weights: Sequence[Tensor]) -> bool:
-        """Whether weights are read where they lie. Parameters are; a graph that is being captured reads them where they lay
-        before. What is computed lies elsewhere every time."""
+    def _read_in_place(self, weights: Sequence[Tensor]) -> bool:
+        """Whether weights are read without a copy: parameters, whose addresses do not change. During a capture only known
+        addresses are possible."""
         if any(weight.grad_fn is not None or not weight.is_contiguous() for weight in weights):
             return False
-        return _key(weights) in self._places or (len(self._places) < MOST and not capturing())
+        return _key(weights) in self._offsets or (len(self._offsets) < MOST and not capturing())
 
-    def places(self, weights: Sequence[Tensor]) -> Places:
+    def offsets(self, weights: Sequence[Tensor]) -> WeightOffsets:
         key = _key(weights)
-        if key not in self._places:
-            in_a_row = (key[0], ((0, sum(length for _, length in key[1])),))  # which a capture may need
-            for new in {key, in_a_row} - self._places.keys():
-                self._places[new] = self._find(*new)
-        return self._places[key]
+        if key not in self._offsets:
+            copied = (key[0], ((0, sum(length for _, length in key[1])),))  # which a capture may need
+            for new in {key, copied} - self._offsets.keys():
+                self._offsets[new] = self._find_offsets(*new)
+        return self._offsets[key]
 
-    def _find(self, device: torch.device, tensors: tuple[tuple[int, int], ...]) -> Places:
-        """tensors: where each begins behind the first, in numbers, and its length."""
-        begun = list(accumulate((length for _, length in tensors), initial=0))[:-1]
+    def _find_offsets(self, device: torch.device, tensors: tuple[tuple[int, int], ...]) -> WeightOffsets:
+        """tensors: offset from the first tensor, in numbers, and length of each."""
+        first_number = list(accumulate((length for _, length in tensors), initial=0))[:-1]
         starts = []
-        for part in self.parts:
-            number = bisect_right(begun, part.weight) - 1
-            starts.append(tensors[number][0] + part.weight - begun[number])
+        for matrix in self.parts:
+            number = bisect_right(first_number, matrix.weight) - 1
+            starts.append(tensors[number][0] + matrix.weight - first_number[number])
         aligned = self._aligned and all(start % 4 == 0 for start in starts)
-        return Places(torch.tensor(starts, dtype=torch.int64, device=device), aligned)
+        return WeightOffsets(torch.tensor(starts, dtype=torch.int64, device=device), aligned)
 
     def programs(self, device: torch.device) -> Programs:
         if device not in self._programs:
-            rows = (self._to_make(), [*self._of_species, *self._of_none])
+            rows = (self._forward_tasks(), [*self._species_tasks, *self._common_tasks])
             self._programs[device] = Programs(*(torch.tensor(r, dtype=torch.int64, device=device) for r in rows))
         return self._programs[device]
 
-    def _to_make(self) -> list[tuple[int, ...]]:
-        """Those of species first, which take longest."""
+    def _forward_tasks(self) -> list[tuple[int, ...]]:
+        """Tasks of the forward launch; matrices of species, which take longest, come first."""
         return [
-            (*about, row, column, part.rows)
-            for about, part in sorted(self._about(), key=lambda pair: not pair[1].of_species)
-            for row in range(0, part.rows, DOWN)
-            for column in range(0, part.width, ACROSS)
+            (*description, row, column, matrix.rows)
+            for description, matrix in sorted(self._descriptions(), key=lambda pair: not pair[1].of_species)
+            for row in range(0, matrix.rows, DOWN)
+            for column in range(0, matrix.width, ACROSS)
         ]
 
     @cached_property
-    def _of_species(self) -> list[tuple[int, ...]]:
-        """Of the way back, each of which gives a part of the gradient of the embedding, too."""
+    def _species_tasks(self) -> list[tuple[int, ...]]:
+        """Tasks of the backward launch for matrices of species; each also computes a partial gradient of the embedding."""
         return [
-            (*about, row, column, min(row + ROWS, part.rows))
-            for about, part in self._about()
-            if part.of_species
-            for row in range(0, part.rows, ROWS)
-            for column in range(0, part.width, self.across)
+            (*description, row, column, min(row + ROWS, matrix.rows))
+            for description, matrix in self._descriptions()
+            if matrix.of_species
+            for row in range(0, matrix.rows, ROWS)
+            for column in range(0, matrix.width, self.across)
         ]
 
     @property
-    def _of_none(self) -> list[tuple[int, ...]]:
-        """Of the way back, for matrices that are the same for all species."""
+    def _common_tasks(self) -> list[tuple[int, ...]]:
+        """Tasks of the backward launch for matrices that are the same for all species."""
         return [
-            (*about, begin, 0, part.rows * part.width)
-            for about, part in self._about()
-            if not part.of_species
-            for begin in range(0, part.rows * part.width, self.wide * self.across)
+            (*description, begin, 0, matrix.rows * matrix.width)
+            for description, matrix in self._descriptions()
+            if not matrix.of_species
+            for begin in range(0, matrix.rows * matrix.width, self.wide * self.across)
         ]
 
-    def _about(self) -> Iterator[tuple[tuple[int, ...], Matrix]]:
-        for number, part in enumerate(self.parts):
-            yield (int(part.of_species), number, part.rows, part.width, part.weight, part.out), part
+    def _descriptions(self) -> Iterator[tuple[tuple[int, ...], Matrix]]:
+        for number, matrix in enumerate(self.parts):
+            yield (int(matrix.of_species), number, matrix.rows, matrix.width, matrix.weight, matrix.out), matrix
 
     @property
     def n_sums(self) -> int:
-        """Parts of the gradient of the embedding."""
-        return len(self._of_species)
+        """Number of partial gradients of the embedding."""
+        return len(self._species_tasks)
 
 
-class _Made(torch.autograd.Function):
+class _MakeMatrices(torch.autograd.Function):
     @staticmethod
     def forward(ctx, matrices: Matrices, embedding: Tensor, constants: Tensor, *weights: Tensor):
         ctx.matrices = matrices
         ctx.set_materialize_grads(False)
         ctx.save_for_backward(embedding, constants, *weights)
         out, packed = weights[0].new_empty(matrices.size), weights[0].new_empty(4 * matrices.size)
-        places, aligned = matrices.places(weights)
+        offsets, aligned = matrices.offsets(weights)
         table = matrices.programs(out.device).make
         _kernels().make_matrices[(len(table),)](
             weights=weights[0],
-            places=places,
+            places=offsets,
             embedding=embedding.contiguous(),
             constants=constants,
             table=table,
@@ -181,7 +181,7 @@ class _Made(torch.autograd.Function):
             down=DOWN,
             across=ACROSS,
             eight=EIGHT,
-            num_warps=MADE_WARPS,
+            num_warps=FORWARD_WARPS,
         )
         ctx.mark_non_differentiable(packed)
         return out, packed
@@ -196,11 +196,11 @@ class _Made(torch.autograd.Function):
         to_weights = to_out.new_empty(sum(lengths))
         sums = ctx.needs_input_grad[1] and matrices.n_sums > 0
         parts = to_out.new_empty((matrices.n_sums, n_species, n_embedding)) if sums else to_weights
-        places, aligned = matrices.places(weights)
+        offsets, aligned = matrices.offsets(weights)
         table = matrices.programs(to_out.device).back
         _kernels().matrices_to_weights[(len(table),)](
             weights=weights[0],
-            places=places,
+            places=offsets,
             embedding=embedding.contiguous(),
             constants=constants,
             table=table,
@@ -236,7 +236,7 @@ _Key = tuple[torch.device, tuple[tuple[int, int], ...]]
 
 
 def _key(weights: Sequence[Tensor]) -> _Key:
-    """Device, and of each tensor where it begins behind the first, in numbers, and its length."""
+    """Device, and offset from the first tensor, in numbers, and length of each tensor."""
     first, size = weights[0].data_ptr(), weights[0].element_size()
     return weights[0].device, tuple(((weight.data_ptr() - first) // size, weight.numel()) for weight in weights)
 

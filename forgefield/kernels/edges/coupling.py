@@ -31,7 +31,7 @@ BLOCK = 128
 
 
 def couple(weights: Tensor, y: Tensor, z: Tensor, key: str) -> Tensor:
-    """What belongs in the first place of components: (components, n_atoms, channels).
+    """The first set of components: (components, n_atoms, channels).
 
     weights: (paths, channels). y, z: (components, n_atoms, channels). key: of `key_of_coupling`.
     """
@@ -39,29 +39,28 @@ def couple(weights: Tensor, y: Tensor, z: Tensor, key: str) -> Tensor:
 
 
 class _Couple(torch.autograd.Function):
-    """What belongs in `place`, of what is in the others, in their order."""
+    """The factor number `factor`, from the others, in order."""
 
     @staticmethod
-    def forward(ctx, key: str, place: int, *given: Tensor) -> Tensor:
-        ctx.key, ctx.place = key, place
-        ctx.save_for_backward(*given)
-        return torch.ops.forgefield.couple(*(tensor.contiguous() for tensor in given), place, key)
+    def forward(ctx, key: str, factor: int, *tensors: Tensor) -> Tensor:
+        ctx.key, ctx.factor = key, factor
+        ctx.save_for_backward(*tensors)
+        return torch.ops.forgefield.couple(*(tensor.contiguous() for tensor in tensors), factor, key)
 
     @staticmethod
     def backward(ctx, grad: Tensor):
-        whole: list[Tensor] = list(ctx.saved_tensors)
-        whole.insert(ctx.place, grad)
-        places = [place for place in range(4) if place != ctx.place]
-        found = []
-        for place, needed in zip(places, ctx.needs_input_grad[2:]):
-            others = [tensor for number, tensor in enumerate(whole) if number != place]
-            found.append(_Couple.apply(ctx.key, place, *others) if needed else None)
-        return None, None, *found
+        factors: list[Tensor] = list(ctx.saved_tensors)
+        factors.insert(ctx.factor, grad)
+        gradients = []
+        for factor, needed in zip((n for n in range(4) if n != ctx.factor), ctx.needs_input_grad[2:]):
+            others = [tensor for number, tensor in enumerate(factors) if number != factor]
+            gradients.append(_Couple.apply(ctx.key, factor, *others) if needed else None)
+        return None, None, *gradients
 
 
 @operator("forgefield::couple")
 def _couple(first: Tensor, second: Tensor, third: Tensor, place: int, key: str) -> Tensor:
-    """What belongs in `place`, from 0 for weights to 3, of what is in the other three, in their order."""
+    """The factor number `place`, from 0 for weights to 3, computed from the other three, in order."""
     if not can_launch(first):
         return torch.ops.forgefield.plain_couple(first, second, third, place, key)
     return _launched(coupling_of_key(key), place, first, second, third)

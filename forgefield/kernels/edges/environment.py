@@ -60,10 +60,10 @@ class _Form:
     shared: bool
     switch: GradientSwitch | None
 
-    def __call__(self, derivative: str, *given: Any) -> Any:
-        """Call an operator. given: tensors, and for derivatives whether cotangents of harmonics are computed."""
+    def __call__(self, derivative: str, *inputs: Tensor | bool) -> Any:
+        """Call an operator. inputs: tensors, and for derivatives whether cotangents of harmonics are computed."""
         operation = getattr(torch.ops.forgefield, self.name + derivative)
-        tensors = [part.contiguous() if isinstance(part, Tensor) else part for part in given]
+        tensors = [part.contiguous() if isinstance(part, Tensor) else part for part in inputs]
         return operation(*tensors, self.edges.index, self.edges.pointers, self.shared, mark())
 
     def wants_harmonics(self, needed: bool) -> bool:
@@ -329,7 +329,7 @@ def _(weights: Tensor, harmonics: Tensor, destination: Tensor, pointers: Tensor,
 
 
 @_project.register_fake
-def _(rows: Tensor, weights: Tensor, *rest: Any) -> Tensor:
+def _(rows: Tensor, weights: Tensor, *rest: object) -> Tensor:
     return weights.new_empty((weights.shape[0], rows.shape[2]))
 
 

@@ -9,11 +9,11 @@ from __future__ import annotations
 
 from functools import cache
 from types import SimpleNamespace
-from typing import Any
 
 import torch
 from torch import Tensor
 
+from forgefield.kernels.core.generation import Launchable
 from forgefield.kernels.core.runtime import has_triton, use_kernels
 from forgefield.ops.graph import EdgeGraph, sum_by_pointers
 
@@ -63,7 +63,7 @@ def sum_in_trace(values: Tensor, order: Tensor, pointers: Tensor) -> Tensor:
     return _row_sums(torch.library.wrap_triton(_kernels().add_rows), values, order, pointers)
 
 
-def _row_sums(kernel: Any, rows: Tensor, order: Tensor | None, pointers: Tensor) -> Tensor:
+def _row_sums(kernel: Launchable, rows: Tensor, order: Tensor | None, pointers: Tensor) -> Tensor:
     count, columns = pointers.shape[0] - 1, rows.shape[1]
     out = rows.new_empty(count, columns)
     block = min(256, max(32, 1 << (columns - 1).bit_length()))

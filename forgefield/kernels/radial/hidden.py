@@ -19,6 +19,7 @@ from torch.autograd.function import once_differentiable
 
 from forgefield.kernels.core.generation import LaunchArguments
 from forgefield.kernels.core.runtime import interpreted
+from forgefield.ops.autograd import AutogradContext
 
 KNOTS, CHANNELS = 16, 32
 """Knots and channels of one program."""
@@ -108,7 +109,9 @@ def deep_curves(
 
 class _Curves(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, basis: Tensor, scales: tuple[float, ...], gain: float, *matrices: Tensor) -> Tensor:
+    def forward(
+        ctx: AutogradContext, basis: Tensor, scales: tuple[float, ...], gain: float, *matrices: Tensor
+    ) -> Tensor:
         factors = [matrix.double() for matrix in matrices]
         inner = [torch.matmul(basis.flatten(0, 1), factors[0])]  # (networks, knots and slopes in turn, width)
         hidden: list[Tensor] = []
@@ -127,7 +130,7 @@ class _Curves(torch.autograd.Function):
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, to_curves: Tensor) -> tuple[Tensor | None, ...]:
+    def backward(ctx: AutogradContext, to_curves: Tensor) -> tuple[Tensor | None, ...]:
         depth = len(ctx.scales)
         basis, *rest = ctx.saved_tensors
         factors, inner, hidden = rest[:depth], rest[depth : 2 * depth], rest[2 * depth :]

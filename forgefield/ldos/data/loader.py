@@ -109,37 +109,15 @@ class PointSteps(ABC):
         first_batch, start = self._epoch_start()
         return min(start + max(batch - first_batch, 0) * self._stride, self.draws)
 
-    def own_frames(self, batch: int) -> int:
-        """Number of points of this rank in a batch; 0 if it only takes part in the step of the others."""
-        return len(self.positions(self.position(batch), self.position(batch + 1)))
-
-    def is_full(self, batch: int) -> bool:
-        """Whether a batch has the full size; only the last one of an epoch may be smaller."""
-        return self.position(batch + 1) - self.position(batch) == self._stride
-
-    def keep_order(self) -> None:
-        """Stop shuffling: from now on all epochs use the order of the data."""
-        self.shuffle = False
-
-    @property
-    def frames_per_rank(self) -> int:
-        """Number of points of a rank in a full step."""
-        return self.budget.size
-
     def positions(self, start: int, stop: int) -> range:
         """Positions of this rank from start to stop."""
         return range(start + (self.rank - start) % self.world_size, stop, self.world_size)
 
-    def _next_iteration(self) -> tuple[int, int]:
-        """First position and number of steps of the next iteration."""
-        start = self._epoch_start()[1] if self._start_resumed else 0
-        return start, -(-(self.draws - start) // self._stride)
-
     def _begin(self) -> tuple[int, int]:
-        """The same, and reset `start_at`: the iteration after this one starts at the beginning of its epoch."""
-        iteration = self._next_iteration()
+        """First position and number of steps of an iteration. Resets `start_at`: the next iteration starts with its epoch."""
+        start = self._epoch_start()[1] if self._start_resumed else 0
         self._start_resumed = False
-        return iteration
+        return start, -(-(self.draws - start) // self._stride)
 
     def _step_positions(self, start: int, step: int) -> range:
         """Positions of this rank in a step of the iteration that started at `start`."""
@@ -228,18 +206,6 @@ class PointLoader(PointSteps):
         if self.shuffle:
             positions = Permutation(self.draws, self.seed, epoch)(positions)
         return self.selection.rows(positions)
-
-    def epoch_rows(self) -> tuple[Tensor, Tensor]:
-        """Rows and weights of all batches of the current epoch, from the position of `start_at` on, (n_steps, points) each.
-
-        On the device of the points, for engines that gather within a captured step. Always padded.
-        """
-        start, n_steps = self._next_iteration()
-        rows = pad_rows(self.order(start, self.draws), n_steps * self.budget.size)
-        weight = torch.zeros_like(rows, dtype=self.points.inputs.dtype)
-        weight[: len(self.positions(start, self.draws))] = 1
-        shape = (n_steps, self.budget.size)
-        return rows.view(shape), weight.view(shape)
 
     def _rows(self, start: int, step: int, real: int) -> Tensor:
         """Rows of a step of the iteration that started at position `start`; those of many steps are computed at once."""

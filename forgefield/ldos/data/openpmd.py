@@ -101,10 +101,10 @@ class OpenPmdRows:
     def read_into(self, start: int, out: np.ndarray) -> bool:
         return False
 
-    def __getstate__(self) -> dict:
+    def __getstate__(self) -> dict[str, Path]:
         return {"path": self.path}
 
-    def __setstate__(self, state: dict) -> None:
+    def __setstate__(self, state: dict[str, Path]) -> None:
         OpenPmdRows.__init__(self, state["path"])
 
 

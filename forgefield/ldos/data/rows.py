@@ -107,7 +107,7 @@ class NumpyRows:
     def read_into(self, start: int, out: np.ndarray) -> bool:
         if out.dtype != self.dtype or not out.flags.c_contiguous or out.shape[1] != self.n_columns:
             return False
-        buffer = memoryview(out.reshape(-1).view(np.uint8))  # type: ignore[arg-type]
+        buffer = out.reshape(-1).view(np.uint8).data
         offset, n_read = self._offset + start * self._row_bytes, 0
         while n_read < len(buffer):
             count = os.preadv(self._opened(), [buffer[n_read:]], offset + n_read)
@@ -128,10 +128,10 @@ class NumpyRows:
         if isinstance(file, int):
             os.close(file)
 
-    def __getstate__(self) -> dict:
+    def __getstate__(self) -> dict[str, Path]:
         return {"path": self.path}
 
-    def __setstate__(self, state: dict) -> None:
+    def __setstate__(self, state: dict[str, Path]) -> None:
         NumpyRows.__init__(self, state["path"])
 
 

@@ -147,7 +147,6 @@ class Filling:
             torch.cuda.current_stream(self._stream.device).wait_stream(self._stream)
 
 
-LOCATIONS = ("auto", "device", "memory", "disk")
 HEADROOM = 0.6
 """Fraction of the free memory that data may use when its location is chosen automatically."""
 

@@ -9,7 +9,7 @@ several temperatures.
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -17,6 +17,7 @@ from torch import Tensor
 from forgefield.errors import ForgefieldError
 from forgefield.ldos.electronic.energy_grid import EnergyGrid
 from forgefield.ldos.electronic.polylog import LI2_OF_MINUS_ONE, decaying_dilogarithm, decaying_trilogarithm
+from forgefield.ops.autograd import AutogradContext, Gradients, TypedFunction
 from forgefield.physics.units import BOLTZMANN
 
 SECTIONS, ROUNDS, NEWTON_STEPS = 16, 8, 2
@@ -208,16 +209,17 @@ def _step_energy(nodes: Tensor, fermi: Tensor) -> Tensor:
     return width[:-1] ** 2 * rising[..., :-1] + width[1:] ** 2 * falling[..., 1:]
 
 
-class _Weights(torch.autograd.Function):
+class _Weights(TypedFunction):
     """Weights whose derivative by the Fermi energy is in closed form: smooth, also where it falls on a level."""
 
     @staticmethod
-    def forward(ctx: Any, fermi: Tensor, thermal: Tensor, nodes: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    def forward(ctx: AutogradContext, fermi: Tensor, thermal: Tensor, nodes: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         ctx.save_for_backward(fermi, thermal, nodes)
         return _all_weights(nodes, fermi, thermal)
 
     @staticmethod
-    def backward(ctx: Any, number: Tensor, energy: Tensor, entropy: Tensor) -> tuple[Tensor, None, None]:  # type: ignore[override]
+    def backward(ctx: AutogradContext, *cotangents: Tensor) -> Gradients:
+        number, energy, entropy = cotangents
         fermi, thermal, nodes = ctx.saved_tensors
         density, centred = _level_moments(nodes, fermi, thermal)
         gradient = (number + energy * fermi[..., None]) * density + (energy - entropy) * centred
@@ -227,17 +229,18 @@ class _Weights(torch.autograd.Function):
 # The Fermi energy --------------------------------------------------------------------------------------------------
 
 
-class _FermiEnergy(torch.autograd.Function):
+class _FermiEnergy(TypedFunction):
     """Root of the electron number; its derivative is that of the implicit function."""
 
     @staticmethod
-    def forward(ctx: Any, dos: Tensor, electrons: Tensor, thermal: Tensor, nodes: Tensor) -> Tensor:
+    def forward(ctx: AutogradContext, dos: Tensor, electrons: Tensor, thermal: Tensor, nodes: Tensor) -> Tensor:
         fermi, inside = _solve(dos, electrons, thermal, nodes)
         ctx.save_for_backward(dos, fermi, inside, thermal, nodes)
         return fermi
 
     @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, Tensor, None, None]:  # type: ignore[override]
+    def backward(ctx: AutogradContext, *cotangents: Tensor) -> Gradients:
+        (gradient,) = cotangents
         dos, fermi, inside, thermal, nodes = ctx.saved_tensors
         slope = (dos * _level_weights(nodes, fermi, thermal)).sum(-1)
         usable = inside & (slope != 0)

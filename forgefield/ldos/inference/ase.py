@@ -44,7 +44,7 @@ class LDOSCalculator(AseCalculator):
         electrons: float | None = None,
         trust_code: bool = False,
     ) -> None:
-        super().__init__()
+        AseCalculator.__init__(self)
         self.temperature = temperature
         self.model = ElectronModel(
             run,
@@ -68,7 +68,7 @@ class LDOSCalculator(AseCalculator):
         properties: Sequence[str] = ("energy",),
         system_changes: Sequence[str] = all_changes,
     ) -> None:
-        super().calculate(atoms, list(properties), list(system_changes))
+        AseCalculator.calculate(self, atoms, list(properties), list(system_changes))
         prediction = self.model(self.atoms, self.temperature)
         assert prediction.dos is not None
         assert prediction.energies is not None

@@ -27,6 +27,7 @@ from forgefield.ldos.data import (
     PointTable,
     Scaling,
     Selection,
+    Snapshot,
     StreamLoader,
     choose_location,
     find_snapshots,
@@ -148,7 +149,7 @@ class PointData:
         """The test set by the name of its results; empty without one."""
         return {} if self.test is None else {"test": self.test}
 
-    def find(self, spec: Any, setting: str) -> list[Any]:
+    def find(self, spec: object, setting: str) -> list[Snapshot]:
         """Snapshots named in a setting."""
         return find_snapshots(spec, target=self.points.target, units=self.points.units, setting=setting)
 
@@ -218,7 +219,7 @@ class PointData:
 
     # ---- batches
 
-    def train_loader(self, device: torch.device) -> Any:
+    def train_loader(self, device: torch.device) -> PointLoader | StreamLoader:
         """Batches of this rank, one for each step."""
         settings: dict[str, Any] = {
             "selection": self.train.selection,
@@ -233,7 +234,7 @@ class PointData:
         workers = 2 if self.options.workers is None else max(int(self.options.workers), 1)
         return StreamLoader(self.train.table, self.batch, workers=workers, device=device, dtype=self._dtype, **settings)
 
-    def val_loader(self, device: torch.device) -> Any:
+    def val_loader(self, device: torch.device) -> PointLoader | StreamLoader:
         """Validation points in the order of the data, distributed over the ranks."""
         split = self.val
         assert split is not None
@@ -335,7 +336,8 @@ def _refuse_training_data(train: PointTable, other: PointTable, name: str) -> No
             )
 
 
-def _path(snapshot: Any) -> str:
+def _path(snapshot: Snapshot) -> str:
+    assert snapshot.inputs is not None
     return str(snapshot.inputs.path.resolve())
 
 

@@ -107,7 +107,9 @@ class EngineBuilder:
             )
         compiles = compiles and not fuses
         gradient = self._gradient(model, task, compiles)
-        rows = self._first_rows(model, whole=compiles, packed=name == "graphs" or self.data.train.resident is not None)
+        rows = self._first_rows(
+            model, full_batch=compiles, packed=name == "graphs" or self.data.train.resident is not None
+        )
         difference = self._compare(gradient, model, task, rows)
         difference = difference if fused_difference is None else fused_difference
         update = Update(
@@ -144,7 +146,7 @@ class EngineBuilder:
         )
         if fused_obstacle(model, precision.start, points) is not None:
             return None
-        rows = self._first_rows(model, whole=True, packed=False)
+        rows = self._first_rows(model, full_batch=True, packed=False)
         differences = []
         try:
             for name in (name for name in precision.names if fused_obstacle(model, name, points) is None):
@@ -212,17 +214,17 @@ class EngineBuilder:
         return difference
 
     @torch.no_grad()
-    def _first_rows(self, model: LDOSNetwork, *, whole: bool, packed: bool) -> tuple[Tensor, Tensor]:
+    def _first_rows(self, model: LDOSNetwork, *, full_batch: bool, packed: bool) -> tuple[Tensor, Tensor]:
         """Scaled inputs and targets of the first points. full_batch: as many as a batch has; packed: in the layout of resident
         rows. A compiled step is thus compared as it will be used, and not compiled for another size."""
-        n = self.data.batch if whole else min(COMPARED, self.data.batch)
+        n = self.data.batch if full_batch else min(COMPARED, self.data.batch)
         arrays = read_rows(self.data.train.table, 0, n)
         inputs, targets = (torch.from_numpy(array).to(model.weights[0].device) for array in arrays)
         inputs, targets = model.scaled_inputs(inputs), model.scaled_targets(targets)
         return pack_rows(inputs, targets) if packed else (inputs, targets)
 
 
-def schedule_capture_obstacle(scheduler: Any) -> str | None:
+def schedule_capture_obstacle(scheduler: object) -> str | None:
     """Reason why steps cannot be captured with a scheduler, or None: captured steps follow learning rates and nothing else."""
     schedulers = getattr(scheduler, "_schedulers", [scheduler])
     if any(getattr(member, "cycle_momentum", False) for member in schedulers):

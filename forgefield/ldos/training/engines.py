@@ -9,7 +9,7 @@ kinds of steps is captured is measured once; the choice is stored in checkpoints
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -352,7 +352,7 @@ class GraphsEngine:
             if fused is not None:
                 fused.refresh()
 
-    def _steps(self, length: int, rates: Any) -> None:
+    def _steps(self, length: int, rates: Sequence[Sequence[float]] | Tensor) -> None:
         """The captured work: `length` steps; a single step weights its points, some of which may be padding."""
         inner, fused = self.inner, self._fused
         weight = self._weight if length == 1 else None
@@ -390,7 +390,7 @@ def _settings(optimiser: torch.optim.Optimizer) -> list[dict[str, Any]]:
 
 def _state_tensors(inner: EagerEngine, *sums: Tensor) -> list[Tensor]:
     """All tensors that a step changes."""
-    update: Any = inner.update
+    update = inner.update
     states = [
         value for state in update.optimiser.state.values() for value in state.values() if isinstance(value, Tensor)
     ]

@@ -94,7 +94,8 @@ class PointsExecutor(StepExecutor):
 
     def _align_last_block(self) -> None:
         """Let the last block end at `trainer.max_steps`."""
-        loader: Any = self.module.trainer.train_dataloader
+        loader = self.module.trainer.train_dataloader
+        assert isinstance(loader, BlockLoader)
         loader.set_epoch(self.module.trainer.current_epoch)
         if self.module.trainer.max_steps not in (None, -1):
             loader.cut_after(self.module.trainer.max_steps - self.module.trainer.global_step)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -261,7 +262,7 @@ class PointsProblem(Problem):
         }
 
 
-def energy_grid(energies: Any) -> dict[str, Any] | None:
+def energy_grid(energies: dict[str, float] | list[dict[str, float]] | None) -> dict[str, Any] | None:
     """The energy levels of a config in the format stored in the model."""
     if energies is None:
         return None
@@ -332,7 +333,7 @@ class InitialNetwork:
         config.model["name"] = self.resolved["name"]
         return config
 
-    def options(self, table: PointTable, descriptors: Any) -> dict[str, Any]:
+    def options(self, table: PointTable, descriptors: Mapping[str, Any] | None) -> dict[str, Any]:
         """Resolved options for these data. descriptors: those of the config; None: those of the network."""
         stored = self.resolved["points"]
         for quantity, actual, expected in (

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -20,6 +19,7 @@ from forgefield.ldos.model import ACTIVATIONS, LDOSNetwork
 from forgefield.ldos.training.data import RowLayout
 from forgefield.ldos.training.fused import DERIVATIVE_FROM_VALUE, FusedGradient, FusedStep, Tiles, rounded_to_tf32
 from forgefield.ldos.training.gradient import AutogradGradient
+from forgefield.ops.autograd import AutogradContext, Gradients, TypedFunction
 
 TOLERANCES = {torch.float32: 2.0**-10, torch.bfloat16: 2.0**-7, torch.float16: 2.0**-10}
 """Largest difference between the kernels and `RoundedReference`, relative to the largest entry of each tensor: one unit in the
@@ -114,20 +114,20 @@ class RoundedReference(AutogradGradient):
         return torch.where(positive, x, x * (0.0 if name == "relu" else 0.01))
 
 
-class _Product(torch.autograd.Function):
+class _Product(TypedFunction):
     """x (n, k) times weight (m, k) transposed, and its derivatives, with rounded factors."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor, dtype: torch.dtype) -> Tensor:
+    def forward(ctx: AutogradContext, x: Tensor, weight: Tensor, dtype: torch.dtype) -> Tensor:
         x, weight = _rounded(x, dtype), _rounded(weight, dtype)
         ctx.save_for_backward(x, weight)
         ctx.dtype = dtype
         return x @ weight.t()
 
     @staticmethod
-    def backward(ctx: Any, slope: Tensor) -> tuple[Tensor, Tensor, None]:  # type: ignore[override]
+    def backward(ctx: AutogradContext, *cotangents: Tensor) -> Gradients:
         x, weight = ctx.saved_tensors
-        slope = _rounded(slope, ctx.dtype)
+        slope = _rounded(cotangents[0], ctx.dtype)
         return slope @ weight, slope.t() @ x, None
 
 

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -122,11 +121,11 @@ class SnapshotMeasure:
         return mean_absolute(self.errors())
 
 
-def density_energies(snapshot: Any, folder: str | None) -> DensityEnergies:
-    """What a density of this snapshot has of Hartree, exchange-correlation and Ewald energy."""
-    info = snapshot.info
-    snapshot_folder = snapshot.inputs.path.parent if snapshot.inputs is not None else snapshot.targets.path.parent
-    source_folder = Path(folder) if folder is not None else snapshot_folder
+def density_energies(snapshot: Snapshot, folder: str | None) -> DensityEnergies:
+    """Hartree, exchange-correlation and Ewald energies of densities of a snapshot. folder: of the pseudopotentials."""
+    info, file = snapshot.info, snapshot.inputs or snapshot.targets
+    assert file is not None
+    source_folder = Path(folder) if folder is not None else file.path.parent
     if not info.pseudopotentials:
         raise ForgefieldError(
             f"{info.source} does not name the pseudopotentials, which total_energy of snapshot {snapshot.name} needs."
@@ -135,9 +134,11 @@ def density_energies(snapshot: Any, folder: str | None) -> DensityEnergies:
     for symbol, path in files.items():
         if not path.is_file():
             raise ForgefieldError(
-                f"total_energy needs the pseudopotential of {symbol}, {path}, which is not there; say where with "
+                f"total_energy needs the pseudopotential of {symbol}, {path}, which does not exist; set its folder with "
                 "data.points.pseudopotentials."
             )
+    assert info.numbers is not None
+    assert snapshot.grid_shape is not None
     return DensityEnergies(
         torch.as_tensor(info.cell),
         torch.as_tensor(info.positions),

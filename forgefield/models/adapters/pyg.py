@@ -178,5 +178,5 @@ def triplets(edge_index: Tensor, num_nodes: int) -> tuple[Tensor, ...]:
     offset = torch.arange(second_edge.shape[0], device=source.device) - (torch.cumsum(count, 0) - count)[second_edge]
     first_edge = order[first[source[second_edge]] + offset]
     i, j, k = destination[second_edge], source[second_edge], source[first_edge]
-    kept = i != k
-    return destination, source, i[kept], j[kept], k[kept], first_edge[kept], second_edge[kept]
+    distinct = i != k
+    return destination, source, i[distinct], j[distinct], k[distinct], first_edge[distinct], second_edge[distinct]

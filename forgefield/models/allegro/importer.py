@@ -102,9 +102,9 @@ def _translate(path: Path, key: str, value: object) -> dict[str, Any] | None:
     target = str(settings.pop("_target_", "")).rsplit(".", 1)[-1]
     if target not in _EMBEDDINGS:
         raise ForgefieldError(f"{path}: radial_chemical_embed is {target}; supported are {' and '.join(_EMBEDDINGS)}.")
-    kind, known = _EMBEDDINGS[target]
+    kind, names = _EMBEDDINGS[target]
     for option in settings:
-        if option not in known:
+        if option not in names:
             raise ForgefieldError(f"{path}: radial_chemical_embed.{option} is not supported.")
     return {"radial_chemical_embed": kind, **settings}
 

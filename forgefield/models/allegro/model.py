@@ -73,14 +73,14 @@ class Allegro(SpeciesTerms[AllegroOptions]):
         super().__init__(options, species, cutoff, adaptive_cutoff)
         scalars, tensors = options.num_scalar_features, options.num_tensor_features
         self.degrees = [2 * degree + 1 for degree in range(options.l_max + 1)]
-        self.n_own = tensors * len(self.degrees)
-        self.n_env = self.n_own if options.weight_individual_irreps else tensors
+        self.n_tensor_weights = tensors * len(self.degrees)
+        self.n_env = self.n_tensor_weights if options.weight_individual_irreps else tensors
         make: WeightArguments = {"generator": generator, "dtype": dtype}
         width = self._make_embedding(options, **make)
         dense = partial(Dense, forward_normalise=options.forward_normalize, **make)
         embed = [options.scalar_embed_mlp_width] * options.scalar_embed_mlp_depth
         self.scalar_embed = dense([width, *embed, scalars], options.scalar_embed_mlp_nonlinearity)
-        self.tensor_weights = dense([scalars, self.n_own], None)
+        self.tensor_weights = dense([scalars, self.n_tensor_weights], None)
         self.first_projection = Dense([scalars, scalars + self.n_env], None, forward_normalise=True, **make)
         self.harmonics = SphericalHarmonics(options.l_max)
         irreps = layer_irreps(options.l_max, options.parity, options.num_layers)
@@ -237,8 +237,8 @@ class Allegro(SpeciesTerms[AllegroOptions]):
         sums: Tensor | None = None
         environments: list[Tensor] = []
         weights: Tensor | None
-        x, own, weights, features = self._first_stage(embedding)
-        own_weights = product(x, own)
+        x, tensor_matrix, weights, features = self._first_stage(embedding)
+        tensor_weights = product(x, tensor_matrix)
         for number, (latent, coupling) in enumerate(zip(self.latents, self.couplings)):
             sums = _read(sums, x, features, [entry[number] for entry in entries[number:]])
             width = entries[number][-1].shape[1]
@@ -248,7 +248,7 @@ class Allegro(SpeciesTerms[AllegroOptions]):
             row = coupling.scalar_row(environments[-1])
             for below in reversed(range(number)):
                 row = self.couplings[below].pull(environments[below], row)
-            scalars = tensors.project(row, own_weights)
+            scalars = tensors.project(row, tensor_weights)
             x, last = latent.after_first(add_product(first, scalars, entries[number][-1]))
             features, weights = self._columns(last)
         assert sums is not None
@@ -281,8 +281,10 @@ class Allegro(SpeciesTerms[AllegroOptions]):
         features, weights = self._columns(self.first_projection.matrix(0))
         assert weights is not None
         combined = last @ join([self.tensor_weights.matrix(0), weights, features], 1)
-        own, weights, features = cut(combined, [self.n_own, self.n_env, self.options.num_scalar_features], 1)
-        return x, own, weights, features
+        tensor_matrix, weights, features = cut(
+            combined, [self.n_tensor_weights, self.n_env, self.options.num_scalar_features], 1
+        )
+        return x, tensor_matrix, weights, features
 
     def _environment(self, x: Tensor, weights: Tensor, tensors: WeightedHarmonics) -> Tensor:
         """(components, n_atoms, channels): weighted harmonics of each atom's edges, summed.
@@ -290,7 +292,7 @@ class Allegro(SpeciesTerms[AllegroOptions]):
         x: (n_edges, width); weights: (width, n_env), the matrix that maps x of an edge to its weights. The matrix can be
         applied after the sum over edges, to atoms, which are fewer; but a wide x is more to sum.
         """
-        shared = self.n_env < self.n_own
+        shared = self.n_env < self.n_tensor_weights
         widest = 2 * self.n_env if tensors.by_operators else self.options.num_tensor_features
         if x.shape[1] > widest:
             return tensors.summed(product(x, weights), shared=shared)

@@ -56,8 +56,8 @@ def layer_irreps(l_max: int, parity: bool, num_layers: int) -> list[tuple[Irrep,
     allowed = tuple(Irrep(degree, p) for degree in range(l_max + 1) for p in (1, -1)) if parity else harmonics
     reached = [harmonics]
     for number in range(num_layers):
-        wanted = (SCALAR,) if number == num_layers - 1 else allowed
-        reached.append(tuple(ir for ir in wanted if any(couples(a, b, ir) for a in reached[-1] for b in harmonics)))
+        needed = (SCALAR,) if number == num_layers - 1 else allowed
+        reached.append(tuple(ir for ir in needed if any(couples(a, b, ir) for a in reached[-1] for b in harmonics)))
     useful = [reached[-1]]
     for before in reversed(reached[:-1]):
         after = useful[0]

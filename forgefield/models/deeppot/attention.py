@@ -201,18 +201,18 @@ class AttentionLayer(nn.Module):
 
     def forward(self, features: Tensor, around: Neighbourhood) -> Tensor:
         """(n_edges, dim) -> (n_edges, dim)."""
-        seen = around.slots.collect(self._attend(features, around))
+        attended = around.slots.collect(self._attend(features, around))
         if around.switch is not None and not self.dot_directions:
-            seen = seen * around.switch
-        return self._settle(features, seen)
+            attended = attended * around.switch
+        return self._normalise(features, attended)
 
     def alone(self, features: Tensor) -> Tensor:
         """The same for rows (n, dim) that see no neighbour: those of empty slots."""
-        return self._settle(features, features.new_zeros(features.shape[0], self.hidden))
+        return self._normalise(features, features.new_zeros(features.shape[0], self.hidden))
 
-    def _settle(self, features: Tensor, seen: Tensor) -> Tensor:
+    def _normalise(self, features: Tensor, attended: Tensor) -> Tensor:
         """Normalised sum of features and what attention brought, (n, dim)."""
-        rows = features + _affine(self.project_out, seen)
+        rows = features + _affine(self.project_out, attended)
         return _layer_norm(rows, self.norm_scale, self.norm_shift, self.norm_eps)
 
     def _attend(self, features: Tensor, around: Neighbourhood) -> Tensor:
@@ -222,12 +222,12 @@ class AttentionLayer(nn.Module):
         rows = _turn_into_units(rows, factors) if self.normalise else rows * factors.unsqueeze(2)
         query, key, value = cut(around.slots.spread(rows.flatten(1)), [self.hidden] * 3, 2)
         weights = _softmax(torch.bmm(query, key.transpose(1, 2)) + around.start)
-        seen = torch.bmm(weights if around.gate is None else weights * around.gate, value)
+        attended = torch.bmm(weights if around.gate is None else weights * around.gate, value)
         if not around.missing:
-            return seen
+            return attended
         # The last place is empty, so its weight is one over the sum over all places.
         last = weights.narrow(2, weights.shape[2] - 1, 1)
-        return seen * (1 - last * -around.missing).reciprocal()
+        return attended * (1 - last * -around.missing).reciprocal()
 
     def _factors(self, switch: Tensor | None, rows: Tensor) -> Tensor:
         """(n_edges, 3): of query, key and value."""

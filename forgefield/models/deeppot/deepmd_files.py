@@ -115,16 +115,16 @@ def _read_checkpoint(path: Path, head: str | None = None) -> Tree:
 
 def _checkpoint_tree(path: Path, settings: Mapping[str, Any], arrays: Mapping[str, np.ndarray]) -> Tree:
     kind = "zbl" if "use_srtab" in settings else settings.get("type", "standard")
-    given = dict(settings["descriptor"])
+    section = dict(settings["descriptor"])
     defaults = {"se_atten_v2": SeAttenV2Options, **dict.fromkeys(("se_atten", "dpa1"), SeAttenOptions)}
-    descriptor = asdict(defaults.get(given.get("type", ""), SeE2AOptions)())
+    descriptor = asdict(defaults.get(section.get("type", ""), SeE2AOptions)())
     if "smooth_type_embedding" in descriptor:  # inputs have another default than the class that reads them
         descriptor["smooth_type_embedding"] = True
-    descriptor |= given
-    given = dict(settings["fitting_net"])
-    is_energy = given.get("type", "ener") not in TYPES
-    defaults_of_fitting = EnergyFittingOptions() if is_energy else fitting_part({"type": given["type"]})[1]
-    fitting = asdict(defaults_of_fitting) | given
+    descriptor |= section
+    section = dict(settings["fitting_net"])
+    is_energy = section.get("type", "ener") not in TYPES
+    defaults_of_fitting = EnergyFittingOptions() if is_energy else fitting_part({"type": section["type"]})[1]
+    fitting = asdict(defaults_of_fitting) | section
     prefixes = ("descriptor.sea", "descriptor.se_atten", "descriptor")
     prefix = next((name for name in prefixes if f"{name}.mean" in arrays), None)
     if kind == "standard" and prefix is not None:

@@ -108,9 +108,9 @@ class Fitting(nn.Module):
         last, n_networks = self.networks.layers[-1], self.networks.count
         hidden = self._applied(self.networks.hidden, descriptor, batch).double()
         ones = self._applied(lambda x, groups: torch.ones_like(x[..., :1]), descriptor, batch).double()
-        own = torch.cat([hidden, ones], 1)
+        extended = torch.cat([hidden, ones], 1)
         chosen = functional.one_hot(self._kinds(batch), n_networks).double()
-        features = (chosen.unsqueeze(2) * own.unsqueeze(1)).flatten(1)
+        features = (chosen.unsqueeze(2) * extended.unsqueeze(1)).flatten(1)
         return features, torch.cat([last.w.squeeze(2), last.b], 1).double().flatten()
 
     def _kinds(self, batch: Batch) -> Tensor:

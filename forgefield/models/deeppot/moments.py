@@ -170,8 +170,8 @@ class _Moments(TypedFunction):
     def backward(ctx: AutogradContext, grad: Tensor) -> Gradients:
         if ctx.switch is not None and ctx.switch.off:
             return None, None, None, None, None
-        found = _Slopes.apply(grad, *ctx.saved_tensors, ctx.work, ctx.switch)
-        return found[:, 0], found[:, 1:], None, None, None
+        gradients = _Slopes.apply(grad, *ctx.saved_tensors, ctx.work, ctx.switch)
+        return gradients[:, 0], gradients[:, 1:], None, None, None
 
     @staticmethod
     def jvp(ctx: AutogradContext, d_angles: Tensor, d_rows: Tensor | None, *others: None) -> Tensor:
@@ -228,12 +228,12 @@ def expand(networks: Networks, scalars: Tensor) -> Expansion | None:
         places = middle + half * torch.cos((torch.arange(nodes, dtype=torch.float64) + 0.5) * (math.pi / nodes))
         groups = Groups.in_order([nodes] * networks.count)
         values = networks(places.repeat(networks.count).unsqueeze(1), groups).unflatten(0, (networks.count, nodes))
-        found = torch.matmul(_transform(nodes), values)
-        sizes = found.detach().abs().amax((0, 2))
+        coefficients = torch.matmul(_transform(nodes), values)
+        sizes = coefficients.detach().abs().amax((0, 2))
         large = (sizes > ROUNDING[networks.dtype] * sizes.max()).nonzero()
         needed = int(large[-1]) + 1 if len(large) else nodes  # none is larger than one that is not a number
         if needed <= nodes - nodes // 8:
-            return Expansion(found[:, :needed], middle, half)
+            return Expansion(coefficients[:, :needed], middle, half)
     return None
 
 

@@ -160,8 +160,8 @@ class TwoBodyDescriptor(Descriptor[OptionsT]):
         """(n_atoms, m): sum of the embeddings of an atom's empty slots."""
         n = len(self.species)
         empty = self.empty_slots(species, neighbour, graph, mask)
-        own = torch.nn.functional.one_hot(species, n).to(empty.dtype)
-        weights = (own.unsqueeze(2) * empty.unsqueeze(1)).flatten(1).to(self.networks.dtype)
+        centre_one_hot = torch.nn.functional.one_hot(species, n).to(empty.dtype)
+        weights = (centre_one_hot.unsqueeze(2) * empty.unsqueeze(1)).flatten(1).to(self.networks.dtype)
         return weights @ self.empty_embedding()
 
 

@@ -82,8 +82,8 @@ def fitting_section(
 ) -> dict[str, Any]:
     """The section `fitting_net` of a branch. common: that of the model."""
     share = section.get("share")
-    own = branches[share] if share is not None else section
-    return {**common, **(own.get("fitting_net") or {})}
+    section_of_branch = branches[share] if share is not None else section
+    return {**common, **(section_of_branch.get("fitting_net") or {})}
 
 
 def owners(branches: Mapping[str, Any]) -> list[int]:
@@ -111,27 +111,27 @@ def single(
 ) -> tuple[dict[str, Any], dict[str, Tensor]]:
     """One branch as a separate model: its resolved options and its state (empty for None)."""
     branches: Mapping[str, Any] = resolved.get("branches") or {}
-    known = sorted(branches)
-    if name not in known:
-        if not known:
+    names = sorted(branches)
+    if name not in names:
+        if not names:
             raise ForgefieldError(f"there is no branch '{name}': the model has one energy; leave the head out.")
         asked = "one of them has to be selected" if name is None else f"none of them is '{name}'"
-        hint = "" if name is None else did_you_mean(name, known)
+        hint = "" if name is None else did_you_mean(name, names)
         raise ForgefieldError(
-            f"the model has the branches {', '.join(known)}, and {asked} (head=NAME, --head NAME).{hint}"
+            f"the model has the branches {', '.join(names)}, and {asked} (head=NAME, --head NAME).{hint}"
         )
-    section, place, n_species = branches[name], known.index(name), len(resolved["species"])
+    section, place, n_species = branches[name], names.index(name), len(resolved["species"])
     options = {**resolved, "branches": {}, "fitting_net": section["fitting_net"], "out_bias": section["out_bias"]}
     number, n_networks = owners(branches), max(owners(branches)) + 1
     if state is None:
         return options, {}
-    own = dict(state)
+    branch_state = dict(state)
     for key, tensor in state.items():
         if key.startswith("model.fitting.networks."):
             size = tensor.shape[0] // n_networks
-            own[key] = tensor[number[place] * size : (number[place] + 1) * size].clone()
-    own["model.out_bias"] = state["model.out_bias"][place * n_species : (place + 1) * n_species].clone()
-    return options, own
+            branch_state[key] = tensor[number[place] * size : (number[place] + 1) * size].clone()
+    branch_state["model.out_bias"] = state["model.out_bias"][place * n_species : (place + 1) * n_species].clone()
+    return options, branch_state
 
 
 def flat_bias(branches: Mapping[str, Any]) -> list[float]:

@@ -115,8 +115,8 @@ def complete_heads(section: object, targets: Mapping[str, Mapping[str, object]])
     checked = check_heads(section)
     for name in checked:
         if name not in targets:
-            known = f"its additional targets are {', '.join(targets)}" if targets else "it has no additional targets"
-            raise ForgefieldError(f"model.heads.{name}: the task has no target of that name; {known}.")
+            hint = f"its additional targets are {', '.join(targets)}" if targets else "it has no additional targets"
+            raise ForgefieldError(f"model.heads.{name}: the task has no target of that name; {hint}.")
         if checked[name].get("dropout") and targets[name].get("kind", "values") != "values":
             raise ForgefieldError(
                 f"model.heads.{name}.dropout does not apply: {name} is a {targets[name]['kind']}, whose network works on "

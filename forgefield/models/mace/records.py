@@ -33,6 +33,8 @@ def class_name(value: object) -> str:
 def settings_of(path: Path, module: Record) -> dict[str, Any]:
     """Arguments of the constructor that the module was made with."""
     name = class_name(module)
+    if module.origin.endswith("operator.getitem"):
+        raise ForgefieldError(f"{path} was written by forgefield export; use the run that it was made from.")
     if name not in MODELS:
         raise ForgefieldError(
             f"{path} contains a {name or type(module).__name__}; {' and '.join(MODELS)} can be imported."

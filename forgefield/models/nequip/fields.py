@@ -1,11 +1,11 @@
-"""Where the fields of NequIP's layers lie in memory, where their matrices lie in a row, and the products between them.
+"""Memory layout of the fields and matrices of NequIP's layers, and the products between them.
 
-All of this follows from the shapes of the layers, so that it is worked out once for models of one shape.
+The layout follows from the shapes of the layers, and is computed once for models of the same shape.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 from functools import cache
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -18,19 +18,20 @@ from forgefield.kernels.convolution.form import Form, form_of
 from forgefield.kernels.core.fields import Shape
 from forgefield.kernels.dense.matrices import Matrices, Matrix
 from forgefield.kernels.dense.products import Gradient, Gradients, Product, Products
+from forgefield.ops.convolution_plan import Block
 
 if TYPE_CHECKING:
     from forgefield.models.nequip.model import Interaction, NequIP
 
 STEP = 16
-"""Fields and matrices begin at multiples of so many numbers, so that they can be read in wide pieces."""
+"""Offsets of fields and matrices are multiples of this, so that wide loads are possible."""
 FIELDS = ("x", "z", "a", "h")
-"""Of every layer: what is convolved, what leaves the convolution, what goes into the nonlinearity, what comes out of it."""
+"""Fields of every layer: input and output of the convolution, input and output of the nonlinearity."""
 
 
 @dataclass(frozen=True)
 class LayerShape:
-    """Shapes of the fields of a layer; self_pairs: blocks of the features before and of a that the self-connection joins."""
+    """Shapes of the fields of a layer; self_pairs: blocks of the layer's input and of a that the self-connection connects."""
 
     x: Shape
     z: Shape
@@ -41,7 +42,7 @@ class LayerShape:
 
 
 class LayerProducts(NamedTuple):
-    """The products of a layer; the first has no features before it."""
+    """The products of a layer; the first layer has no input features."""
 
     enter: Products | None
     leave: Products
@@ -49,8 +50,8 @@ class LayerProducts(NamedTuple):
     to_h: Products | None
 
 
-class Place(NamedTuple):
-    """Of a matrix in the row of all: where it begins, its rows and columns."""
+class MatrixLocation(NamedTuple):
+    """Offset of a matrix in the row of all matrices, its rows and columns."""
 
     start: int
     rows: int
@@ -58,19 +59,19 @@ class Place(NamedTuple):
 
 
 class LayerMatrices(NamedTuple):
-    """One for every block of the features before; for every block of a; and for blocks of a with a self-connection, the block
-    of the features before and a matrix of each species."""
+    """Matrices for every block of the input features, for every block of a, and, for blocks of a with a self-connection, the
+    block of the input features and the matrices of species."""
 
-    enter: list[Place]
-    leave: list[Place]
-    own: dict[int, tuple[int, Place]]
+    enter: list[MatrixLocation]
+    leave: list[MatrixLocation]
+    self_connection: dict[int, tuple[int, MatrixLocation]]
 
 
 class Layout:
-    """starts: for every layer where its fields begin in the arena, in numbers of an atom, cotangents as `to_x` and so on. What
-    comes out of the last layer is no factor of a product and outlives the others: it is not there. dim: numbers of an atom in
-    the arena. one_hot: where species lie in it, as so many channels (`n_columns`). species: matrix of the first layer, a row
-    for each species."""
+    """starts: for every layer, offsets of its fields in the arena, in numbers of an atom; cotangents are `to_x` and so on. The
+    output of the last layer is not a factor of a product and outlives the others, so it is not in the arena. dim: numbers of
+    an atom in the arena. one_hot: offset of the one-hot species, with `n_columns` channels. species: matrix of the first
+    layer, a row for each species."""
 
     def __init__(self, shapes: tuple[LayerShape, ...], n_species: int, n_embedding: int) -> None:
         self.shapes, self.n_species = shapes, n_species
@@ -88,76 +89,107 @@ class Layout:
         channels = shapes[0].x.blocks[0][1]
         # its gradient has a row for each column of one_hot
         self.species = self._row.add(1, channels, n_species, room=self.n_columns * channels)
-        placed = [self._place(number) for number in range(len(shapes))]
+        layer_matrices = [self._add_matrices(number) for number in range(len(shapes))]
         self.matrices = Matrices(self._row.parts, self._row.size, n_embedding)
-        self.layers = [self._products(number, *matrices) for number, matrices in enumerate(placed)]
+        self.layers = [self._products(number, *matrices) for number, matrices in enumerate(layer_matrices)]
         first = self.starts[0]["to_x"]
-        species = Gradient(1, self.n_columns, channels, 0, first, self.species.start, channels, places=1)
+        species = Gradient(1, self.n_columns, channels, 0, first, self.species.start, channels, slots=1)
         self.gradients = [
             Gradients([*([species] if number == 0 else []), *self._gradients(number, *matrices)])
-            for number, matrices in enumerate(placed)
+            for number, matrices in enumerate(layer_matrices)
         ]
         self.sorts = n_species > 1 and any(shape.self_pairs for shape in shapes)
 
-    def _place(self, number: int) -> LayerMatrices:
+    def _add_matrices(self, number: int) -> LayerMatrices:
         shape, before = self.shapes[number], None if number == 0 else self.shapes[number - 1].h
         enter = [] if before is None else [self._row.add(c, c) for _, c in before.blocks]
         leave = [self._row.add(z, a) for (_, z), (_, a) in zip(shape.z.blocks, shape.a.blocks)]
-        own: dict[int, tuple[int, Place]] = {}
+        self_connection: dict[int, tuple[int, MatrixLocation]] = {}
         for block, target in shape.self_pairs:
             assert before is not None
-            own[target] = (block, self._row.add(before.blocks[block][1], shape.a.blocks[target][1], self.n_species))
-        return LayerMatrices(enter, leave, own)
+            self_connection[target] = (
+                block,
+                self._row.add(before.blocks[block][1], shape.a.blocks[target][1], self.n_species),
+            )
+        return LayerMatrices(enter, leave, self_connection)
 
     def _products(
-        self, number: int, enter: list[Place], leave: list[Place], own: dict[int, tuple[int, Place]]
+        self,
+        number: int,
+        enter: list[MatrixLocation],
+        leave: list[MatrixLocation],
+        self_connection: dict[int, tuple[int, MatrixLocation]],
     ) -> LayerProducts:
-        back = {block: (target, matrix) for target, (block, matrix) in own.items()}
+        back = {block: (target, matrix) for target, (block, matrix) in self_connection.items()}
         to_h = [self._to_h(number, block, matrix, back.get(block)) for block, matrix in enumerate(enter)]
         return LayerProducts(
             Products([self._forwards(number, "x", block, "h", m) for block, m in enumerate(enter)]) if enter else None,
-            Products([self._leave(number, block, matrix, own.get(block)) for block, matrix in enumerate(leave)]),
+            Products(
+                [self._leave(number, block, matrix, self_connection.get(block)) for block, matrix in enumerate(leave)]
+            ),
             Products([self._backwards(number, "to_z", block, "to_a", matrix) for block, matrix in enumerate(leave)]),
             Products(to_h) if to_h else None,
         )
 
-    def _forwards(self, number: int, out: str, block: int, a: str, matrix: Place) -> Product:
-        """With a matrix, which lies transposed first among the packed ones."""
+    def _forwards(self, number: int, out: str, block: int, a: str, matrix: MatrixLocation) -> Product:
+        """Product with a matrix; transposed matrices come first among the packed ones."""
         start, rows, width = matrix
         factor = self._at(number - 1 if a == "h" else number, a, block)
         return Product(
             self._components(number, out, block), width, self._at(number, out, block), factor, rows, start, rows
         )
 
-    def _backwards(self, number: int, out: str, block: int, a: str, matrix: Place) -> Product:
-        """With the transpose of a matrix, which lies as it is behind those."""
+    def _backwards(self, number: int, out: str, block: int, a: str, matrix: MatrixLocation) -> Product:
+        """Product with the transpose of a matrix; matrices that are not transposed come after the transposed ones."""
         start, rows, width = matrix
         result = self._at(number - 1 if out == "to_h" else number, out, block)
         components = self._components(number, a, block)
         return Product(components, rows, result, self._at(number, a, block), width, start + 2 * self._row.size, width)
 
-    def _leave(self, number: int, block: int, matrix: Place, own: tuple[int, Place] | None) -> Product:
-        """a from z and, where there is a self-connection, from the features before."""
+    def _leave(
+        self, number: int, block: int, matrix: MatrixLocation, self_connection: tuple[int, MatrixLocation] | None
+    ) -> Product:
+        """a from z and, with a self-connection, from the input features."""
         product = self._forwards(number, "a", block, "z", matrix)
-        if own is None:
+        if self_connection is None:
             return product
-        before, (start, rows, width) = own
+        before, (start, rows, width) = self_connection
         h = self._at(number - 1, "h", before)
-        return replace(product, own=h, own_depth=rows, own_b=start, own_pitch=rows, own_step=rows * width)
+        return replace(
+            product,
+            species_input=h,
+            species_depth=rows,
+            species_matrix=start,
+            species_pitch=rows,
+            species_step=rows * width,
+        )
 
-    def _to_h(self, number: int, block: int, matrix: Place, own: tuple[int, Place] | None) -> Product:
+    def _to_h(
+        self, number: int, block: int, matrix: MatrixLocation, self_connection: tuple[int, MatrixLocation] | None
+    ) -> Product:
         """Cotangents of the features before from those of x and, through the self-connection, of a."""
         product = self._backwards(number, "to_h", block, "to_x", matrix)
         if self.shapes[number].resnet:
             product = replace(product, add=self._at(number, "to_h", block))
-        if own is None:
+        if self_connection is None:
             return product
-        target, (start, _, width) = own
+        target, (start, _, width) = self_connection
         to_a, start, pitch = self._at(number, "to_a", target), start + 2 * self._row.size, self.n_species * width
-        return replace(product, own=to_a, own_depth=width, own_b=start, own_pitch=pitch, own_step=width)
+        return replace(
+            product,
+            species_input=to_a,
+            species_depth=width,
+            species_matrix=start,
+            species_pitch=pitch,
+            species_step=width,
+        )
 
     def _gradients(
-        self, number: int, enter: list[Place], leave: list[Place], own: dict[int, tuple[int, Place]]
+        self,
+        number: int,
+        enter: list[MatrixLocation],
+        leave: list[MatrixLocation],
+        self_connection: dict[int, tuple[int, MatrixLocation]],
     ) -> Iterator[Gradient]:
         n_kinds = self.n_species if self.n_species > 1 else 0
         for block, (start, rows, width) in enumerate(enter):
@@ -166,8 +198,8 @@ class Layout:
         for block, (start, rows, width) in enumerate(leave):
             components, to_a = self._components(number, "a", block), self._at(number, "to_a", block)
             yield Gradient(components, rows, width, self._at(number, "z", block), to_a, start, width)
-            if block in own:
-                before, (start, rows, width) = own[block]
+            if block in self_connection:
+                before, (start, rows, width) = self_connection[block]
                 h, pitch = self._at(number - 1, "h", before), self.n_species * width
                 yield Gradient(components, rows, width, h, to_a, start, pitch, n_kinds, width)
 
@@ -188,9 +220,9 @@ class _Row:
         self.size = self._n_weights = 0
         self._n_embedding = n_embedding
 
-    def add(self, rows: int, width: int, n_species: int = 0, room: int = 0) -> Place:
+    def add(self, rows: int, width: int, n_species: int = 0, room: int = 0) -> MatrixLocation:
         """n_species: zero where the matrix is one for all."""
-        place = Place(self.size, rows, width)
+        place = MatrixLocation(self.size, rows, width)
         self.parts.append(Matrix(n_species > 0, rows, width, self._n_weights, self.size))
         self._n_weights += rows * width * (self._n_embedding if n_species else 1)
         self.size += _round_up(max(room, rows * width * max(1, n_species)))
@@ -201,11 +233,11 @@ def _round_up(number: int) -> int:
     return -(-number // STEP) * STEP
 
 
-layout_of = cache(Layout)  # never given back: captured graphs read what products need
+layout_of = cache(Layout)  # never freed: captured graphs read the tables of products
 
 
 def forms(model: NequIP) -> list[Form]:
-    """Of the convolution of every layer."""
+    """Form of the convolution of every layer."""
     return [
         form_of(layer.plan, tuple(tuple(paths) for _, paths in layer.targets), (0,) * len(layer.targets))
         for layer in model.layers
@@ -219,37 +251,40 @@ def layout(model: NequIP) -> Layout:
 
 def _layer_shape(layer: Interaction, form: Form) -> LayerShape:
     pairs = tuple(layer.self_pairs) if layer.self_connection is not None else ()
-    before, after = (_shape(blocks) for blocks in (layer.nonlinearity.in_blocks, layer.out_blocks))
+    before, after = _shape(layer.nonlinearity.in_blocks), _shape(layer.out_blocks)
     return LayerShape(form.features, form.outputs, before, after, pairs, layer.resnet)
 
 
-def _shape(blocks: Any) -> Shape:
+def _shape(blocks: Iterable[Block]) -> Shape:
     return Shape(tuple((2 * block.l + 1, block.mul) for block in blocks))
 
 
 def all_matrices(model: NequIP, where: Layout) -> tuple[Tensor, Tensor]:
-    """In a row (where.matrices.size,), with a gradient in the weights and in the embedding of species; and packed."""
+    """Matrices of all layers in a row (where.matrices.size,), differentiable in the weights and the embedding of species; and
+    packed."""
     weights = [linear.weight for linear in _linears(model)]
     return where.matrices(weights, model.type_embedding, _constants(model))
 
 
 def _linears(model: NequIP) -> list[Any]:
-    """In the order of `Layout`."""
-    found: list[Any] = []
+    """Linear maps in the order of `Layout`."""
+    linears: list[Any] = []
     for layer in model.layers:
-        found += [layer.linear_in, layer.linear_out]
+        linears += [layer.linear_in, layer.linear_out]
         if layer.self_connection is not None:
-            found.append(layer.self_connection)
-    return found
+            linears.append(layer.self_connection)
+    return linears
 
 
-_kept_constants: WeakKeyDictionary[NequIP, Tensor] = WeakKeyDictionary()
+_constants_cache: WeakKeyDictionary[NequIP, Tensor] = WeakKeyDictionary()
 
 
 def _constants(model: NequIP) -> Tensor:
-    """What every matrix is scaled by, in the order of `Layout`, float64; they never change."""
-    kept = _kept_constants.get(model)
-    if kept is None or kept.device != model.type_embedding.device:
+    """Scale of every matrix, in the order of `Layout`, float64; constant."""
+    constants = _constants_cache.get(model)
+    if constants is None or constants.device != model.type_embedding.device:
         norms = [norm for linear in _linears(model) for norm in linear.norms]
-        kept = _kept_constants[model] = torch.tensor(norms, dtype=torch.float64, device=model.type_embedding.device)
-    return kept
+        constants = _constants_cache[model] = torch.tensor(
+            norms, dtype=torch.float64, device=model.type_embedding.device
+        )
+    return constants

@@ -1,7 +1,7 @@
-"""NequIP through generated kernels: the geometry that these ask for, and the two halves of a step.
+"""NequIP with generated kernels: the geometry that these need, and the two passes of a step.
 
-What a layer computes is in `model.py`, how it is computed on fields in `passes.py`. Radial weights are read from a table
-(`tables.py`) where that is precise enough.
+`model.py` defines what a layer computes, `passes.py` how it is computed on fields. Radial weights are read from a table
+(`tables.py`) if that is precise enough.
 """
 
 from __future__ import annotations
@@ -46,24 +46,24 @@ def by_kernels(model: NequIP, batch: Batch, edges: EdgeContext) -> bool:
 
 @dataclass(frozen=True)
 class Geometry:
-    """Of edges at rest. harmonics: (n_edges, (l_max + 1)^2). Then either basis (n_pairs or n_edges, num_bessels), or directions
-    (n_edges, 3), which have the gradient in place of harmonics, the place of every edge in its interval of the tables, and
-    edges by interval."""
+    """Geometry of edges. harmonics: (n_edges, (l_max + 1)^2). Then either basis (n_pairs or n_edges, num_bessels), or
+    directions (n_edges, 3), which have the gradient instead of harmonics, the position of every edge in its interval of the
+    tables, and edges by interval."""
 
     harmonics: Tensor
     basis: Tensor | None
     direction: Tensor | None
-    place: Tensor | None
+    position: Tensor | None
     at: Intervals | None
 
 
 @dataclass(frozen=True)
 class Moved:
-    """Tangents of harmonics and of places; with a basis, it and its tangents side by side."""
+    """Tangents of harmonics and of positions; with a basis, it and its tangents stacked."""
 
     harmonics: Tensor
     basis: Tensor | None
-    place: Tensor | None
+    position: Tensor | None
 
 
 def in_tables(model: NequIP) -> bool:
@@ -74,28 +74,30 @@ def in_tables(model: NequIP) -> bool:
 def geometry_at_rest(
     model: NequIP, vectors: Tensor, pairs: PairLengths | None, species: Tensor, graph: EdgeGraph, *, trained: bool
 ) -> Geometry:
-    """It has a gradient in the edge vectors (n_edges, 3). pairs: needed where there is no table. trained: the gradients of
-    tables will be asked for, for which edges are sorted by interval."""
+    """Geometry of edges, differentiable in the edge vectors (n_edges, 3). pairs: needed without tables. trained: gradients of
+    tables will be needed, for which edges are sorted by interval."""
     dtype = model.type_embedding.dtype
     if in_tables(model):
         n_intervals = current().knots
         inverse = model.inverse_cutoffs(species, graph)
-        harmonics, direction, place, at = EdgeGeometry.apply(vectors, inverse, model.options.l_max, n_intervals, dtype)
+        harmonics, direction, position, at = EdgeGeometry.apply(
+            vectors, inverse, model.options.l_max, n_intervals, dtype
+        )
         intervals = Intervals(at, n_intervals)
-        return Geometry(harmonics, None, direction, place, intervals.sort() if trained else intervals)
+        return Geometry(harmonics, None, direction, position, intervals.sort() if trained else intervals)
     assert pairs is not None
     harmonics = model.harmonics(vectors / pairs.lengths.unsqueeze(1)).to(dtype).contiguous()
     return Geometry(harmonics, model.radial_basis(pairs, graph).to(dtype), None, None, None)
 
 
-def geometry_moved(model: NequIP, vectors: Tensor, species: Tensor, graph: EdgeGraph, rest: Geometry) -> Moved:
-    """Of edge vectors that carry tangents, inside the level of differentiation that these belong to."""
+def geometry_moved(model: NequIP, vectors: Tensor, species: Tensor, graph: EdgeGraph, geometry: Geometry) -> Moved:
+    """Tangents of the geometry, for edge vectors with tangents, inside their level of forward-mode differentiation."""
     dtype = model.type_embedding.dtype
-    if rest.at is not None:
+    if geometry.at is not None:
         value, tangent = forward_ad.unpack_dual(vectors)
         inverse = model.inverse_cutoffs(species, graph)
-        harmonics, place = moved_geometry(value, tangent, inverse, model.options.l_max, rest.at.count, dtype)
-        return Moved(harmonics, None, place)
+        harmonics, position = moved_geometry(value, tangent, inverse, model.options.l_max, geometry.at.count, dtype)
+        return Moved(harmonics, None, position)
     pairs = model.pair_lengths(vectors, species, graph)
     harmonics = tangent_of(model.harmonics(vectors / pairs.lengths.unsqueeze(1))).to(dtype).contiguous()
     return Moved(harmonics, side_by_side(model.radial_basis(pairs, graph)).to(dtype), None)
@@ -106,7 +108,7 @@ def geometry_moved(model: NequIP, vectors: Tensor, species: Tensor, graph: EdgeG
 
 @dataclass(frozen=True)
 class ReadTables:
-    """Tables of all layers, and each as it is stored, which a layer waits for when it reads it."""
+    """Tables of all layers, and their stored forms, for which a layer waits when it reads them."""
 
     tables: list[RadialTable]
     stored: list[Concurrent[StoredTable]]
@@ -114,7 +116,7 @@ class ReadTables:
 
 @dataclass(frozen=True)
 class Prepared:
-    """What depends on the weights and not on the positions. tables: None where weights are computed for every edge."""
+    """Quantities that depend on the weights and not on the positions. tables: None if weights are computed for every edge."""
 
     network: Network
     tables: ReadTables | None
@@ -122,7 +124,7 @@ class Prepared:
 
 @dataclass(frozen=True)
 class FirstPass:
-    """What the first pass of a training step leaves for the second one."""
+    """Results of the first pass of a training step for the second one."""
 
     network: Network
     geometry: Geometry
@@ -131,21 +133,21 @@ class FirstPass:
 
 
 def first_pass(prepared: Prepared, geometry: Geometry, pairs: PairLengths | None) -> FirstPass:
-    """pairs: lengths of the edges, where they were computed."""
+    """pairs: lengths of the edges, if they were computed."""
     tables = None if prepared.tables is None else prepared.tables.tables
     return FirstPass(prepared.network, geometry, tables, None if pairs is None else pairs.at_rest())
 
 
 def prepare(model: NequIP, species: Tensor, graph: EdgeGraph, *, trained: bool) -> Prepared:
-    """Tables are made beside the geometry and the first layers. trained: with a gradient in the weights."""
+    """Start computing tables, concurrently with the geometry and the first layers. trained: with a gradient in the weights."""
     with torch.set_grad_enabled(torch.is_grad_enabled() and trained):
-        tables = _begin_tables(model) if in_tables(model) else None
+        tables = _start_tables(model) if in_tables(model) else None
         return Prepared(Network(model, species, graph), tables)
 
 
-def _begin_tables(model: NequIP) -> ReadTables:
-    made = Concurrent("tables", partial(radial_tables, model, current().knots))
-    tables = made.unfinished()  # what follows has the same stream, or waits for it
+def _start_tables(model: NequIP) -> ReadTables:
+    computed = Concurrent("tables", partial(radial_tables, model, current().knots))
+    tables = computed.unfinished()  # subsequent work is on the same stream, or waits for it
     return ReadTables(tables, [Concurrent("tables", table.stored) for table in tables])
 
 
@@ -158,7 +160,7 @@ def features_at_rest(model: NequIP, prepared: Prepared, geometry: Geometry, *, t
         )
         return result
     assert read is not None
-    edges = (geometry.harmonics, geometry.place, geometry.direction)
+    edges = (geometry.harmonics, geometry.position, geometry.direction)
     features: Tensor = _AtRest.apply(network, trained, read.stored, geometry.at, *edges)
     return features
 
@@ -171,12 +173,12 @@ def _shared_rows(of_edges: Tensor, graph: EdgeGraph) -> Tensor:
     return of_edges.index_select(0, graph.pair_edge) + of_edges.index_select(0, back)
 
 
-def _radial(table: StoredTable, at: Intervals, place: Tensor) -> Radial:
-    return Radial(table.words, at.at, place, table.unit)
+def _radial(table: StoredTable, at: Intervals, position: Tensor) -> Radial:
+    return Radial(table.words, at.at, position, table.unit)
 
 
 class _AtRest(TypedFunction):
-    """Inputs: harmonics; then places and directions of edges, or rows of weights of every layer."""
+    """Inputs: harmonics; then positions and directions of edges, or rows of weights of every layer."""
 
     @staticmethod
     def forward(
@@ -192,7 +194,7 @@ class _AtRest(TypedFunction):
         ctx.network, ctx.in_tables = network, at is not None
         if at is not None:
             planned = [_radial(table.unfinished(), at, radial[0]) for table in tables]
-            radials = (_radial(table.result(), at, radial[0]) for table in tables)  # a layer waits for its own
+            radials = (_radial(table.result(), at, radial[0]) for table in tables)  # a layer waits for its table
         else:
             graph = network.graph
             row = torch.arange(graph.n_edges, device=harmonics.device) if graph.pair is None else graph.pair
@@ -213,23 +215,24 @@ class _AtRest(TypedFunction):
 def features_moved(model: NequIP, moved: Moved, first: FirstPass) -> Tensor:
     """Features of the last layer and then their tangents, (2 n_atoms, feature_dim), with a gradient in the weights.
 
-    It is right where the tangents of the atomic energies have the cotangents that forces were made with: one for each.
+    Valid if the tangents of the atomic energies have the cotangents with which forces were computed: one each.
     """
     network = first.network
-    given = (network, moved, first.geometry, first.tables)
+    context = (network, moved, first.geometry, first.tables)
     if moved.basis is None:
         assert first.tables is not None
-        tracked = [one for table in first.tables for one in table.tracked()]
-        moved_rows: Tensor = _Moving.apply(*given, network.row, *tracked)
+        tracked = [tensor for table in first.tables for tensor in table.tracked()]
+        moved_rows: Tensor = _Moving.apply(*context, network.row, *tracked)
         return moved_rows
-    rows = carried(lambda given: model.radial_weights(given[0]), [moved.basis])
-    pieces = [piece for pair in rows for piece in (pair[:, 0], pair[:, 1])]
-    result: Tensor = _Moving.apply(*given, network.row, *pieces)
+    rows = carried(lambda inputs: model.radial_weights(inputs[0]), [moved.basis])
+    values_and_tangents = [column for pair in rows for column in (pair[:, 0], pair[:, 1])]
+    result: Tensor = _Moving.apply(*context, network.row, *values_and_tangents)
     return result
 
 
 class _Moving(TypedFunction):
-    """Inputs: all matrices; then what tables are made of, or rows of weights and their tangents of every layer."""
+    """Inputs: all matrices; then the tensors from which tables are computed, or rows of weights and their tangents of every
+    layer."""
 
     @staticmethod
     def forward(
@@ -242,7 +245,7 @@ class _Moving(TypedFunction):
         *tracked: Tensor,
     ) -> Tensor:
         if moved.basis is None:
-            motions = [Motion(moved.harmonics, place=moved.place) for _ in network.layers]
+            motions = [Motion(moved.harmonics, position=moved.position) for _ in network.layers]
         else:
             radial = [tensor.detach().contiguous() for tensor in tracked]
             motions = [Motion(moved.harmonics, weights=weights) for weights in radial[1::2]]
@@ -266,36 +269,41 @@ class _SummedRows:
 
     def __init__(self, graph: EdgeGraph) -> None:
         self.graph = graph
-        self._found: list[Tensor] = []
+        self._cotangents: list[Tensor] = []
 
     def begin(self, layer: int, motion: Motion) -> None:
         pass
 
     def add(self, layer: int, rows: Rows) -> None:
-        self._found = [_shared_rows(rows.of_w, self.graph), _shared_rows(rows.of_dw, self.graph), *self._found]
+        self._cotangents = [
+            _shared_rows(rows.of_w, self.graph),
+            _shared_rows(rows.of_dw, self.graph),
+            *self._cotangents,
+        ]
 
     def end(self, layer: int) -> None:
         pass
 
     def gradients(self) -> list[Tensor]:
-        return self._found
+        return self._cotangents
 
 
 class _SummedTables:
-    """Cotangents of what tables are made of. They are sums over edges first, which read as fast as memory gives, beside what
-    the layer still has to do, and then products of small matrices, beside the layers that are still to come."""
+    """Cotangents of the tensors from which tables are computed: first sums over edges, which are limited by memory bandwidth
+    and run concurrently with the rest of the layer, then products of small matrices, concurrently with the following
+    layers."""
 
     def __init__(self, tables: list[RadialTable], geometry: Geometry) -> None:
         assert geometry.at is not None
-        assert geometry.place is not None
-        self.tables, self.at, self.place = tables, geometry.at, geometry.place.detach()
+        assert geometry.position is not None
+        self.tables, self.at, self.position = tables, geometry.at, geometry.position.detach()
         self._sums: dict[int, TableGradient] = {}
-        self._begun: dict[int, Concurrent[list[Tensor]]] = {}
+        self._started: dict[int, Concurrent[list[Tensor]]] = {}
 
     def begin(self, layer: int, motion: Motion) -> None:
-        assert motion.place is not None
+        assert motion.position is not None
         n_weights = self.tables[layer].matrix.shape[1]
-        self._sums[layer] = TableGradient(self.at, self.place, motion.place, n_weights)
+        self._sums[layer] = TableGradient(self.at, self.position, motion.position, n_weights)
 
     def add(self, layer: int, rows: Rows) -> Concurrent[None]:
         columns = None if rows.block is None else rows.block.columns
@@ -303,10 +311,10 @@ class _SummedTables:
 
     def end(self, layer: int) -> None:
         to_table = Concurrent("sums", self._sums[layer].result)
-        self._begun[layer] = Concurrent("tables", lambda: self.tables[layer].gradients(to_table.result()))
+        self._started[layer] = Concurrent("tables", lambda: self.tables[layer].gradients(to_table.result()))
 
     def gradients(self) -> list[Tensor]:
-        return [gradient for layer in range(len(self.tables)) for gradient in self._begun[layer].result()]
+        return [gradient for layer in range(len(self.tables)) for gradient in self._started[layer].result()]
 
 
 def moved_encoding(model: NequIP, species: Tensor, graph: EdgeGraph, edges: EdgeContext) -> Tangents | None:
@@ -321,14 +329,14 @@ def moved_encoding(model: NequIP, species: Tensor, graph: EdgeGraph, edges: Edge
 def _encode_moved(
     model: NequIP, moved: Moved, species: Tensor, graph: EdgeGraph, first: FirstPass
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Features of the last layer at rest, atomic energies (n_atoms,), eV, float64, and their tangents. The part of the tangents
-    that does not depend on any weight is left out."""
+    """Features of the last layer at rest, atomic energies (n_atoms,), eV, float64, and their tangents. Terms of the tangents
+    that do not depend on any weight are omitted."""
     rows = features_moved(model, moved, first)
     pairs, features = first.pairs, rows[: graph.n_atoms]
     if linear_readout(model):
         energies, slopes = moved_energies_by_kernel(rows, *_readout(model, species))
         return features, model.add_repulsion(energies, pairs, species, graph), slopes
-    (read,) = carried(lambda given: [model.readout(given[0])], [rows.unflatten(0, (2, -1)).transpose(0, 1)])
+    (read,) = carried(lambda inputs: [model.readout(inputs[0])], [rows.unflatten(0, (2, -1)).transpose(0, 1)])
     values, tangents = read.squeeze(2).double().unbind(1)
     scales = gather(model.energy_scales, Segments(species, len(model.species)))
     return features, model.energies(values, pairs, species, graph), scales * tangents

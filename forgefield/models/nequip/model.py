@@ -279,7 +279,7 @@ class Interaction(nn.Module):
         scalars = [block for block in hidden if block.l == 0 and (0, block.p) in reachable]
         gated = [block for block in hidden if block.l > 0 and (block.l, block.p) in reachable]
         if options.nonlinearity == "gate":
-            self.nonlinearity: nn.Module = Gate(
+            self.nonlinearity: Gate | NormActivation = Gate(
                 scalars,
                 gated,
                 even=options.nonlinearity_scalars,
@@ -333,8 +333,10 @@ class Interaction(nn.Module):
         if self.self_connection is not None:
             for (i, target), matrix in zip(self.self_pairs, self.self_connection.matrices(table)):
                 one_species = table is not None and table.shape[0] == 1
-                own = blocks[i] if one_species else (blocks[i].unsqueeze(3) * attributes[:, None, None]).flatten(2)
-                inputs[target].append(own)
+                self_input = (
+                    blocks[i] if one_species else (blocks[i].unsqueeze(3) * attributes[:, None, None]).flatten(2)
+                )
+                inputs[target].append(self_input)
                 matrices[target].append(matrix)
         mixed = [product(join(parts, 2), join(parts_of_matrix, 0)) for parts, parts_of_matrix in zip(inputs, matrices)]
         new = self.nonlinearity(mixed)

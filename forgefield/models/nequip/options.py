@@ -76,11 +76,11 @@ PRESETS: dict[str, dict[str, Any]] = {
 """Sizes of the NequIP foundation models."""
 
 
-def preset_options(name: str, given: Mapping[str, Any]) -> dict[str, object]:
+def preset_options(name: str, section: Mapping[str, Any]) -> dict[str, object]:
     """Options of a preset. With another l_max, higher orders get as many channels as the highest one."""
     options = dict(PRESETS[name])
-    l_max = given.get("l_max")
-    if isinstance(l_max, int) and "num_features" not in given:
+    l_max = section.get("l_max")
+    if isinstance(l_max, int) and "num_features" not in section:
         features = options["num_features"]
         options["num_features"] = (features + [features[-1]] * max(l_max, 0))[: l_max + 1]
     return options

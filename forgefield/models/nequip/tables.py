@@ -1,4 +1,4 @@
-"""Radial weights of NequIP as tables: how they are made of its radial networks, and how far they are from them."""
+"""Radial weights of NequIP as tables: their computation from the radial networks, and their accuracy."""
 
 from __future__ import annotations
 
@@ -23,17 +23,17 @@ if TYPE_CHECKING:
     from forgefield.models.nequip.model import NequIP
 
 _SHORTEST = 1e-8
-"""First knot of a table, in units of the cutoff: the basis has a limit at zero and no value."""
+"""First knot of a table, in units of the cutoff: at zero the basis has a limit, but its formula no value."""
 NOTICEABLE = 10.0
 """More intervals are advised where slopes from a table deviate more than this many times as much as float32 itself."""
 _COMPARED = 2999
-"""Lengths at which a table is compared with the network; a prime number, so that they lie anywhere in its intervals."""
+"""Number of lengths at which a table is compared with the network; prime, so that their positions in intervals vary."""
 
 
 class RadialTable:
-    """The table of a layer, as the product that it is: polynomials of the last hidden channels of its network, the curves
-    (n_intervals, 4, width), times its last matrix (width, n_weights). curves: with gradients in the network's weights, or how
-    kernels make them, which they then do together with the table."""
+    """The table of a layer as a product: polynomials of the last hidden channels of its network, the curves (n_intervals, 4,
+    width), times its last matrix (width, n_weights). curves: a tensor that is differentiable in the weights of the network, or
+    a description from which kernels compute it together with the table."""
 
     def __init__(self, curves: Tensor | HiddenCurves, matrix: Tensor) -> None:
         self.matrix = matrix
@@ -41,31 +41,32 @@ class RadialTable:
         self._curves = curves if isinstance(curves, Tensor) else None
 
     def tracked(self) -> list[Tensor]:
-        """What `gradients` gives the cotangents of: the curves, or the weights that they are made of; and the matrix."""
+        """Tensors whose cotangents `gradients` returns: the curves, or the weights from which they are computed; and the
+        matrix."""
         first = self._curves if self.hidden is None else self.hidden.first
         assert first is not None
         return [first, self.matrix]
 
     @torch.no_grad()
     def polynomials(self) -> Tensor:
-        """Of the radial weights, (n_intervals, 4, n_weights)."""
-        result: Tensor = _product(self._known().flatten(0, 1), self.matrix).unflatten(0, (-1, 4))
+        """Polynomials of the radial weights, (n_intervals, 4, n_weights)."""
+        result: Tensor = _product(self._computed_curves().flatten(0, 1), self.matrix).unflatten(0, (-1, 4))
         return result
 
     @torch.no_grad()
     def stored(self) -> StoredTable:
-        """The same as kernels read them."""
+        """The polynomials in the format that kernels read."""
         return stored_table(self.polynomials())
 
     @torch.no_grad()
     def gradients(self, to_table: Tensor) -> list[Tensor]:
-        """Cotangents of what is tracked, from those of the polynomials."""
-        rows, curves = to_table.flatten(0, 1), self._known()
+        """Cotangents of the tracked tensors, from those of the polynomials."""
+        rows, curves = to_table.flatten(0, 1), self._computed_curves()
         to_curves = _product(rows, self.matrix.t()).view_as(curves)
         to_first = to_curves if self.hidden is None else self.hidden.gradient(to_curves)
         return [to_first, _product(curves.flatten(0, 1).t(), rows)]
 
-    def _known(self) -> Tensor:
+    def _computed_curves(self) -> Tensor:
         if self._curves is None:
             assert self.hidden is not None
             self._curves = self.hidden.curves()
@@ -73,8 +74,8 @@ class RadialTable:
 
 
 def radial_tables(model: NequIP, n_intervals: int) -> list[RadialTable]:
-    """Of every layer. Polynomials are linear in values and slopes at the knots, so that they are made of the last hidden layer,
-    which is narrow."""
+    """Tables of all layers. Polynomials are linear in values and slopes at the knots, so they are computed for the last hidden
+    layer, which is narrow."""
     basis = _basis_at_knots(model, n_intervals)
     networks = [layer.radial for layer in model.layers]
     has_hidden = model.options.radial_mlp_depth > 0 and not model.options.bessel_trainable
@@ -86,32 +87,36 @@ def radial_tables(model: NequIP, n_intervals: int) -> list[RadialTable]:
             curves = deep_curves(basis, [tuple(network.weights)[:-1] for network in networks], scales, gain)
         else:
             curves = [HiddenCurves(basis, network.weights[0], scales[0], gain) for network in networks]
-        return [RadialTable(some, network.weights[-1]) for some, network in zip(curves, networks)]
+        return [RadialTable(layer_curves, network.weights[-1]) for layer_curves, network in zip(curves, networks)]
     moving = carried(lambda rows: model.radial_hidden(rows[0]), [basis])
-    parts = cut(polynomials(join(moving, 2)).to(model.dtype), [part.shape[2] for part in moving], 2)
-    return [RadialTable(part, network.weights[-1] * network.scales[-1]) for part, network in zip(parts, networks)]
+    layer_polynomials = cut(polynomials(join(moving, 2)).to(model.dtype), [channels.shape[2] for channels in moving], 2)
+    return [
+        RadialTable(channels, network.weights[-1] * network.scales[-1])
+        for channels, network in zip(layer_polynomials, networks)
+    ]
 
 
 def _product(a: Tensor, b: Tensor) -> Tensor:
-    """Where matrices are multiplied in tf32, in float64: rounded one by one, polynomials would not meet at the knots."""
+    """A matrix product; in float64 where products use tf32, because with rounded factors polynomials would be discontinuous at
+    the knots."""
     if rounds_to_tf32() and a.is_cuda:
         return torch.mm(a.double(), b.double()).to(a.dtype)
     return torch.mm(a, b)
 
 
 def _basis_at_knots(model: NequIP, n_intervals: int) -> Tensor:
-    """(n_intervals + 1, 2, num_bessels) float64: the radial basis and its slope. Kept, unless its frequencies are trained."""
+    """(n_intervals + 1, 2, num_bessels) float64: the radial basis and its slope. Cached, unless its frequencies are trained."""
     if model.options.bessel_trainable:
         return _make_basis(model, n_intervals)
     frequencies = model.bessel_frequencies
-    made_of = (n_intervals, frequencies.device, frequencies.data_ptr(), frequencies._version)
-    known = model.knot_basis
-    if known is not None and known[0] == made_of:
-        return known[1]
+    key = (n_intervals, frequencies.device, frequencies.data_ptr(), frequencies._version)
+    cached = model.knot_basis
+    if cached is not None and cached[0] == key:
+        return cached[1]
     basis = _make_basis(model, n_intervals)
-    if known is not None and known[1].shape == basis.shape and known[1].device == basis.device:
-        basis = known[1].copy_(basis)  # where it lies: captured graphs read it
-    model.knot_basis = (made_of, basis)
+    if cached is not None and cached[1].shape == basis.shape and cached[1].device == basis.device:
+        basis = cached[1].copy_(basis)  # in place: captured graphs read it
+    model.knot_basis = (key, basis)
     return basis
 
 
@@ -128,7 +133,7 @@ def _moving_basis(model: NequIP, x: Tensor, speed: float) -> Tensor:
         return side_by_side(bessel_basis(moving, model.bessel_frequencies, float(model.options.polynomial_cutoff_p)))
 
 
-# ---- how far a table is from the network
+# ---- accuracy
 
 
 @dataclass(frozen=True)
@@ -142,10 +147,12 @@ class Deviation:
 
 @torch.no_grad()
 def table_deviation(model: NequIP, knots: int) -> tuple[Deviation, Deviation]:
-    """How far radial weights in float32 are from those of the network in float64, between 0.05 and 1 of the cutoff: read from
-    tables of so many intervals, and, for comparison, computed by the network itself."""
+    """Deviation of radial weights in float32 from those of the network in float64, between 0.05 and 1 of the cutoff: read from
+    tables of `knots` intervals, and, for comparison, computed by the network itself."""
     single = _in_precision(model, torch.float32)
-    exact = _in_precision(single, torch.float64)  # the same weights: what rounding them does is not the table's doing
+    exact = _in_precision(
+        single, torch.float64
+    )  # the same rounded weights, so that only the error of the table is measured
     x = torch.linspace(0.05, 1, _COMPARED, dtype=torch.float64, device=model.bessel_frequencies.device)
     basis = _moving_basis(model, x, 1.0)
     expected = _rows(exact, basis)
@@ -154,8 +161,8 @@ def table_deviation(model: NequIP, knots: int) -> tuple[Deviation, Deviation]:
 
 
 def table_line(model: NequIP, knots: int) -> str:
-    """The deviation as a sentence. It is not a verdict: before its first step a training with kernels is compared with one
-    without, gradients included."""
+    """The deviation as a sentence, for information: before its first step a training with kernels is compared with one without,
+    including gradients."""
     table, single = table_deviation(model, knots)
     advice = ""
     if table.slopes[0] > NOTICEABLE * single.slopes[0]:
@@ -182,11 +189,11 @@ def _in_precision(model: NequIP, dtype: torch.dtype) -> NequIP:
 
 def _rows(model: NequIP, basis: Tensor) -> list[Tensor]:
     """Weights and slopes of every layer, (n, 2, n_weights)."""
-    return carried(lambda given: model.radial_weights(given[0]), [basis])
+    return carried(lambda inputs: model.radial_weights(inputs[0]), [basis])
 
 
 def _read(table: Tensor, x: Tensor) -> Tensor:
-    """The same from a table, at lengths x in units of the cutoff, as kernels read it."""
+    """Weights and slopes read from a table, as in kernels, at lengths x in units of the cutoff."""
     n_intervals = table.shape[0]
     at = (x * n_intervals).long().clamp_(max=n_intervals - 1)
     u = (x * n_intervals - at - 0.5).to(table.dtype).unsqueeze(1)
@@ -194,11 +201,11 @@ def _read(table: Tensor, x: Tensor) -> Tensor:
     return torch.stack([c0 + u * (c1 + u * (c2 + u * c3)), n_intervals * (c1 + u * (2 * c2 + 3 * u * c3))], 1)
 
 
-def _deviation(found: list[Tensor], expected: list[Tensor]) -> Deviation:
+def _deviation(actual: list[Tensor], expected: list[Tensor]) -> Deviation:
     pairs = []
-    for part in range(2):
-        exact = torch.cat([rows[:, part].flatten() for rows in expected])
-        difference = torch.cat([rows[:, part].flatten() for rows in found]).double() - exact
+    for column in range(2):
+        exact = torch.cat([rows[:, column].flatten() for rows in expected])
+        difference = torch.cat([rows[:, column].flatten() for rows in actual]).double() - exact
         size = exact.square().mean().sqrt()
         pairs.append((float(difference.square().mean().sqrt() / size), float(difference.abs().max() / size)))
     return Deviation(*pairs)

@@ -98,8 +98,8 @@ def _curves(rows: list[Row], x_key: str, name: str) -> dict[str, tuple[list[floa
 def curve(rows: list[Row], x_key: str, y_key: str, *, positive: bool = True) -> tuple[list[float], list[float]] | None:
     """x and y values of the rows that have both. positive: leave out values that a logarithmic axis cannot show."""
     both = [(row[x_key], row[y_key]) for row in rows if x_key in row and y_key in row]
-    kept = [(x, y) for x, y in both if y > 0 or not positive]
-    return ([x for x, _ in kept], [y for _, y in kept]) if kept else None
+    shown = [(x, y) for x, y in both if y > 0 or not positive]
+    return ([x for x, _ in shown], [y for _, y in shown]) if shown else None
 
 
 # ---- timing

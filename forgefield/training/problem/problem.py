@@ -17,7 +17,7 @@ from torch import nn
 from forgefield.config.trust import code_of_model
 from forgefield.errors import ForgefieldError
 from forgefield.kinds import FRAMES, POINTS
-from forgefield.models.resolving import MODULE_FOLDER, names_same_code, with_found_folder
+from forgefield.models.resolving import MODULE_FOLDER, names_same_code, with_current_folder
 from forgefield.parallel.ranks import Ranks, single_process
 from forgefield.parallel.reductions import StepExchange
 from forgefield.runs import Run
@@ -153,7 +153,7 @@ class Problem(ABC):
             for where, path in code_of_model(stored):
                 trust.require(path, where, stored.get(MODULE_FOLDER))
             return stored
-        return with_found_folder(stored)
+        return with_current_folder(stored)
 
 
 def problem_for(run: Run, config: Config, options: dict[str, Any], session: TrainingSession) -> Problem:

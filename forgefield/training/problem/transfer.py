@@ -25,8 +25,8 @@ from forgefield.models.potential import Potential
 from forgefield.models.predictor import head_key
 from forgefield.models.registry import ARCHITECTURES
 from forgefield.models.resolving import (
+    DIRECT,
     HEADS,
-    OWN,
     PREDICTS,
     REFERENCES,
     branch_names,
@@ -88,7 +88,7 @@ def transfer(
     """What the model of a run becomes for this task. known: its options in full, made of `section`. task: options. trust:
     whether `known` and `section` may name code that is not Forgefield's."""
     resolved = copy.deepcopy(dict(known))
-    if (resolved.get(PREDICTS) or {}).get(OWN):  # what it gives is part of the model itself
+    if (resolved.get(PREDICTS) or {}).get(DIRECT):  # what it gives is part of the model itself
         return _own(resolved, config, data)
     before = resolved.pop(PREDICTS, None) or {"energy": True, HEADS: {}}
     given = check_heads(config.model.get(HEADS)) if HEADS not in known else {}

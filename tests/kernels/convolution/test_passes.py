@@ -17,7 +17,7 @@ from torch import Tensor
 from forgefield.errors import ForgefieldError
 from forgefield.kernels.convolution import passes as convolution
 from forgefield.kernels.convolution.form import Form, Kind, form_of
-from forgefield.kernels.convolution.passes import Convolution, Motion, Radial, Rows, in_manner
+from forgefield.kernels.convolution.passes import Convolution, Motion, Radial, Rows, with_shares
 from forgefield.kernels.core.fields import TANGENT, VALUE, Field, Shape
 from forgefield.kernels.radial.packing import StoredTable, pack_by_operations, unpack
 from forgefield.ops.convolution_plan import Block, ConvolutionPlan, list_paths, plan_convolution
@@ -153,8 +153,10 @@ class Problem:
         def double(value: Tensor | None) -> Tensor | None:
             return None if value is None else value.double()
 
-        radial = Radial(self.coefficients().double(), self.radial.row, double(self.radial.place))
-        motion = Motion(*(double(value) for value in (self.motion.harmonics, self.motion.weights, self.motion.place)))
+        radial = Radial(self.coefficients().double(), self.radial.row, double(self.radial.position))
+        motion = Motion(
+            *(double(value) for value in (self.motion.harmonics, self.motion.weights, self.motion.position))
+        )
         tensors = {name: getattr(self, name).double() for name in ("harmonics", "x", "dx", "g", "dg")}
         return replace(self, radial=radial, motion=motion, **tensors)
 
@@ -166,10 +168,10 @@ class Problem:
     def edge_weights(self) -> tuple[Tensor, Tensor, Tensor]:
         """Weights of every edge, their slopes by the place in the table and their tangents, (n_edges, n_weights)."""
         rows = self.radial.weights[self.radial.row.long()]
-        if self.radial.place is None:
+        if self.radial.position is None:
             return rows, torch.zeros_like(rows), self.motion.weights[self.radial.row]
         c0, c1, c2, c3 = rows.unbind(1)
-        u, du = self.radial.place.unsqueeze(1), self.motion.place.unsqueeze(1)
+        u, du = self.radial.position.unsqueeze(1), self.motion.position.unsqueeze(1)
         slope = c1 + 2 * u * c2 + 3 * u**2 * c3
         return c0 + u * c1 + u**2 * c2 + u**3 * c3, slope, slope * du
 
@@ -192,7 +194,7 @@ def problem(case: str, radial: str, graph: str = "some", still: bool = False, dt
         place[:1] = 0
         table = StoredTable(draw(3, 4, 4, plan.n_weights, dtype=dtype))
         table = pack_by_operations(table.words) if radial == "packed" else table
-        given, motion = Radial(table.words, at, place, table.unit), Motion(d_harmonics, place=d_place)
+        given, motion = Radial(table.words, at, place, table.unit), Motion(d_harmonics, position=d_place)
     else:
         row = torch.arange(n_edges, device=DEVICE) if edges.pair is None else edges.pair
         weights, d_weights = draw(3, 2, n_edges if edges.pair is None else n_edges // 2, plan.n_weights, dtype=dtype)
@@ -345,7 +347,7 @@ def test_edges_are_shared_out_where_programs_are_few(name, few, shares, monkeypa
     for case, graph in (("two programs for a block", "some"), ("both parities", "one atom")):
         for radial in ("rows", "table"):
             given = problem(case, radial, graph)
-            assert in_manner(Kind(), given.form, given.graph.n_atoms).shares == (shares if few else 1)
+            assert with_shares(Kind(), given.form, given.graph.n_atoms).shares == (shares if few else 1)
             assert_pass(name, given, 1e-12)
 
 
@@ -357,7 +359,7 @@ def test_cotangents_of_many_programs(name, case, long, monkeypatch):
     monkeypatch.setattr(convolution, "FEW", 0)
     monkeypatch.setattr(convolution, "LONG", long)
     given, kinds = problem(case, "table"), {"back": Kind(dual=True, backward=True), "forces": Kind(backward=True)}
-    kind = in_manner(kinds.get(name, Kind()), given.form, given.graph.n_atoms)
+    kind = with_shares(kinds.get(name, Kind()), given.form, given.graph.n_atoms)
     assert kind.shares == (2 if name in kinds and long else 1)
     assert given.convolution._one_by_one(kind) == (name in kinds and not long)
     assert_pass(name, given, 1e-12)

@@ -9,7 +9,7 @@ import torch
 from forgefield.kernels.core.fields import TANGENT, VALUE, Field, Shape
 from forgefield.kernels.dense import products
 from forgefield.kernels.dense.matrices import Matrices, Matrix
-from forgefield.kernels.dense.products import Gradient, Gradients, Product, Products, sort_kinds
+from forgefield.kernels.dense.products import Gradient, Gradients, Product, Products, sort_by_species
 from forgefield.models.nequip import passes as nequip_passes
 from tests.support.kernels import DEVICE, assert_same, draw, needs_kernels
 from tests.support.nequip_kernel_cases import CASES, batch, step
@@ -45,7 +45,7 @@ class Scene:
         self.arena[2 * n_atoms * self.starts["b"] :] = torch.nan
         self.species = some_species(n_species, n_atoms)
         self.one_hot = torch.nn.functional.one_hot(self.species, n_species).to(dtype)
-        self.kinds = sort_kinds(self.species, n_species) if n_species > 1 else None
+        self.kinds = sort_by_species(self.species, n_species) if n_species > 1 else None
         self.places: dict[tuple[str, int], int] = {}
         size = 0
         for block in range(len(self.components)):
@@ -130,7 +130,7 @@ def test_products_of_all_blocks(widths, dtype, n_species, monkeypatch):
         for made, place in ((scene.forwards(), VALUE), (scene.backwards(), TANGENT)):
             assert made.aligned == (widths == "wide pieces")
             if plainly:
-                made.make_plainly(scene.arena, scene.packed, scene.one_hot, scene.n_atoms, place)
+                made.make_by_reference(scene.arena, scene.packed, scene.one_hot, scene.n_atoms, place)
             else:
                 made.make(scene.arena, scene.packed, scene.kinds, scene.n_atoms, place)
         found[plainly] = scene.arena.clone()
@@ -162,7 +162,7 @@ def test_gradients_of_all_matrices(widths, chunk, dtype, n_species, monkeypatch)
     gradients = scene.gradients()
     ours, plain = (torch.full_like(scene.matrices, torch.nan) for _ in range(2))
     gradients.make(scene.arena, scene.kinds, scene.n_atoms, ours, chunk=chunk)
-    gradients.make_plainly(scene.arena, scene.one_hot, scene.n_atoms, plain)
+    gradients.make_by_reference(scene.arena, scene.one_hot, scene.n_atoms, plain)
     assert_same(ours, plain, 3 * DTYPES[dtype])
     h, z, a = (scene.field(name) for name in "hza")
     for block in range(len(scene.components)):
@@ -179,7 +179,7 @@ def test_gradient_of_values_alone_never_reads_tangents():
     scene = Scene("narrow", 1, torch.float64)
     z, a = scene.field("z"), scene.field("a")
     z.block(1, TANGENT).fill_(torch.nan)
-    part = dataclasses.replace(scene.gradients().parts[2], places=1, out=0)
+    part = dataclasses.replace(scene.gradients().parts[2], slots=1, out=0)
     out = torch.full((part.depth * part.width,), torch.nan, dtype=torch.float64, device=DEVICE)
     Gradients([part]).make(scene.arena, None, scene.n_atoms, out, chunk=29)
     assert_same(out.view(part.depth, part.width), z.rows(1, VALUE).t() @ a.rows(1, VALUE))
@@ -188,10 +188,10 @@ def test_gradient_of_values_alone_never_reads_tangents():
 @pytest.mark.parametrize(("n_species", "n_atoms"), [(1, 3), (2, 2500), (3, 1), (30, 700)])
 def test_atoms_by_species(n_species, n_atoms):
     species = some_species(n_species, n_atoms)
-    kinds = sort_kinds(species, n_species)
+    kinds = sort_by_species(species, n_species)
     expected, order = torch.sort(species, stable=True)
     assert torch.equal(kinds.order.long(), order)
-    assert torch.equal(kinds.kinds.long(), expected)
+    assert torch.equal(kinds.species.long(), expected)
     edges = torch.arange(n_species + 1, device=DEVICE)
     assert torch.equal(kinds.pointers.long(), torch.searchsorted(expected, edges))
 
@@ -257,14 +257,14 @@ def test_matrices_of_weights_that_lie_elsewhere(monkeypatch):
 
     sets = [[draw(2 * number, 6), draw(2 * number + 1, 9)] for number in range(1, 4)]
     assert_same(made(sets[0]), expected(sets[0]))
-    kept = {key: places.starts.data_ptr() for key, places in matrices._places.items()}
+    kept = {key: places.starts.data_ptr() for key, places in matrices._offsets.items()}
     assert_same(made(sets[1]), expected(sets[1]))
-    assert all(matrices._places[key].starts.data_ptr() == address for key, address in kept.items())
+    assert all(matrices._offsets[key].starts.data_ptr() == address for key, address in kept.items())
     monkeypatch.setattr("forgefield.kernels.dense.matrices.capturing", lambda: True)
-    known = len(matrices._places)
+    known = len(matrices._offsets)
     for weights in sets:
         assert_same(made(weights), expected(weights))
-    assert len(matrices._places) == known
+    assert len(matrices._offsets) == known
 
 
 @pytest.mark.parametrize("case", ["degrees of unequal width", "parities, norm, resnet"])

@@ -64,11 +64,9 @@ def test_ranks_together_see_what_one_rank_would_and_go_on_anywhere(make, ranks, 
     for number, step in enumerate(zip(*batches), start=first):
         stop = min(at + BATCH * ranks, len(order))
         assert (loaders[0].position(number), loaders[0].position(number + 1)) == (at, stop)
-        assert [len(real(batch)) for batch in step] == [loader.own_frames(number) for loader in loaders]
         assert all(len(batch["weight"]) == BATCH for batch in step)
         together = torch.cat([real(batch) for batch in step])
         assert torch.equal(together.sort().values, order[at:stop].sort().values)
-        assert loaders[0].is_full(number) == (stop - at == BATCH * ranks)
         at = stop
     assert at == len(order)
     assert len(list(loaders[0])) == loaders[0].batches_in(2)  # only one iteration begins there
@@ -99,30 +97,15 @@ def test_a_rank_without_a_point_keeps_step(make):
     loader = make(world_size=400, rank=399)
     (batch,) = list(loader)
     assert batch["weight"].tolist() == [0.0]
-    assert loader.own_frames(0) == 0
 
 
 def test_points_come_as_they_lie_when_nothing_is_shuffled(make):
     loader = make(shuffle=False)
     rows = epoch_rows(loader, 3)
     assert (rows.diff() > 0).all()
-    kept = make()
-    kept.keep_order()
-    assert torch.equal(epoch_rows(kept, 5), rows)
+    assert torch.equal(epoch_rows(loader, 5), rows)
     shared = [epoch_rows(make(shuffle=False, rank=rank, world_size=2), 0) for rank in range(2)]
     assert torch.equal(torch.stack([shared[0][:150], shared[1][:150]], dim=1).reshape(-1), rows[:300])
-
-
-def test_rows_for_captured_steps_are_those_of_the_batches(table):
-    loader = PointLoader(load_points(table), BATCH, shuffle=True, seed=4, pad=True, rank=1, world_size=2)
-    loader.set_epoch(3)
-    loader.start_at(60)
-    rows, weight = loader.epoch_rows()
-    for step, batch in enumerate(loader):
-        assert torch.equal(weight[step], batch["weight"])
-        counts = batch["weight"] > 0
-        assert torch.equal(loader.points.inputs[rows[step]][counts], batch["inputs"][counts])
-    assert len(rows) == step + 1
 
 
 def test_ranks_read_their_own_blocks_only(table, monkeypatch):

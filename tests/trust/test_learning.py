@@ -1,0 +1,218 @@
+"""The learning loop: killed at any stage it ends as an uninterrupted one and computes no label twice; labellers may fail."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import sys
+from pathlib import Path
+
+import ase.io
+import numpy as np
+import pytest
+import yaml
+from ase.build import bulk
+from ase.calculators.emt import EMT
+
+import forgefield
+from forgefield.errors import ForgefieldError
+from forgefield.runs import Run
+from forgefield.trust.loop.label import label_structures
+from forgefield.trust.loop.options import LabelOptions, load_loop
+from tests.support.emt_run import kill_when, start_command
+
+ROOT = Path(__file__).parents[2]
+
+
+def write_loop(folder: Path, **changes) -> Path:
+    """A loop of one iteration that takes seconds; all explored structures are candidates."""
+    frames = []
+    for seed in range(6):
+        atoms = bulk("Cu", a=3.7, cubic=True)
+        atoms.symbols[seed % 4] = "Au"
+        atoms.rattle(0.05, seed=seed)
+        frames.append(atoms)
+    ase.io.write(folder / "starts.extxyz", frames)
+    training = {
+        "data": {"val": 2, "cutoff": 3.5, "batch": {"frames": 2}, "cache": False},
+        "model": {"name": "nequip", "num_layers": 1, "l_max": 1, "num_features": 4, "radial_mlp_width": 8},
+        "task": {"energy": {}, "forces": {}},
+        "training": {"lr": 0.01, "tensorboard": 0},
+        "trainer": {"max_epochs": 3, "enable_progress_bar": False, "accelerator": "cpu"},
+    }
+    (folder / "train.yaml").write_text(yaml.safe_dump(training))
+    loop = {
+        "config": "train.yaml",
+        "iterations": 1,
+        "explore": {
+            "structures": "starts.extxyz",
+            "starts": 2,
+            "temperatures": [300, 600],
+            "ps": 0.05,
+            "timestep": 5,
+            "every": 2,
+            "threshold": 1e-9,
+            "limit": 1e9,
+        },
+        "select": {"frames": 4},
+        "label": {"calculator": "tests.support.labelling.CountingEMT"},
+    }
+    for key, value in changes.items():
+        loop[key] = {**loop[key], **value} if isinstance(value, dict) else value
+    (folder / "loop.yaml").write_text(yaml.safe_dump(loop))
+    return folder / "loop.yaml"
+
+
+def outcome(folder: Path) -> tuple:
+    """Everything that a loop ends with, except for times."""
+    history = json.loads((folder / "learning/loop/history.json").read_text())["history"]
+    for record in history:
+        record.pop("seconds_exploring", None)
+        record.pop("seconds_training", None)
+    weights = [Run(path).read_weights("best").sha256 for path in sorted((folder / "learning/loop/runs").iterdir())]
+    labels = [path.read_text() for path in sorted((folder / "learning/loop").glob("iteration-*/labelled.extxyz"))]
+    return history, weights, labels
+
+
+@pytest.fixture(scope="module")
+def uninterrupted(tmp_path_factory):
+    """A loop that was not interrupted: its folder and its outcome."""
+    folder, before = tmp_path_factory.mktemp("loop"), Path.cwd()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.chdir(folder)
+        patch.setenv("LABEL_LOG", str(folder / "labels.txt"))
+        forgefield.learn(write_loop(folder))
+    assert Path.cwd() == before
+    return folder, outcome(folder)
+
+
+def test_a_loop_trains_a_model_for_each_iteration_and_writes_its_history(uninterrupted):
+    folder, (history, weights, _) = uninterrupted
+    assert [record["labelled"] for record in history] == [6, 4]
+    assert len(set(weights)) == 2
+    for frame in ase.io.read(folder / "learning/loop/iteration-01/labelled.extxyz", index=":"):
+        energy, forces = frame.get_potential_energy(), frame.get_forces()
+        frame.calc = EMT()
+        assert energy == frame.get_potential_energy()
+        assert np.array_equal(forces, frame.get_forces())
+    page = (folder / "learning/loop/learning.html").read_text()
+    assert "Uncertainty of explored structures" in page
+    assert "Errors: force MAE" in page
+
+
+@pytest.mark.parametrize("stage", ["first labels", "training", "exploring", "labels"])
+def test_a_loop_that_was_killed_ends_as_an_uninterrupted_one(uninterrupted, tmp_path, monkeypatch, stage):
+    _, expected = uninterrupted
+    loop = write_loop(tmp_path)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("LABEL_LOG", str(tmp_path / "labels.txt"))
+    place = tmp_path / "learning/loop"
+    at_label = {"first labels": 3, "labels": 8}.get(stage)
+    if at_label is not None:
+        monkeypatch.setenv("KILL_AT_LABEL", str(at_label))
+        process = start_command(tmp_path, "learn", loop.name, "--device", "cpu")
+        assert process.wait() == -signal.SIGKILL, process.stdout.read()
+        monkeypatch.delenv("KILL_AT_LABEL")
+        assert len((tmp_path / "labels.txt").read_text().splitlines()) == at_label - 1
+    else:
+        reached = {
+            "training": place / "runs/iteration-00/run.json",
+            "exploring": place / "iteration-01/explore/0000.json",
+        }
+        kill_when(start_command(tmp_path, "learn", loop.name, "--device", "cpu"), reached[stage].exists)
+    result = forgefield.learn(loop)
+    assert outcome(tmp_path) == expected
+    lines = (tmp_path / "labels.txt").read_text().splitlines()
+    assert len(lines) == len(set(lines)) == result.labels == 10
+
+
+def test_structures_that_cannot_be_labelled_are_set_aside_and_reported(tmp_path, monkeypatch):
+    loop = write_loop(tmp_path, iterations=1)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("LABEL_LOG", str(tmp_path / "labels.txt"))
+    monkeypatch.setenv("FAIL_GOLD", "1")
+    messages = []
+    result = forgefield.learn(loop, notify=messages.append)
+    assert len(result.history[0]["failed"]) == 2
+    assert result.history[0]["labelled"] == 4
+    assert any("structure 0 has no label: RuntimeError: self-consistency was not reached" in text for text in messages)
+    assert "self-consistency was not reached" in (result.folder / "learning.html").read_text()
+
+
+def test_a_loop_ends_when_no_structure_exceeds_the_threshold(tmp_path, monkeypatch):
+    loop = write_loop(tmp_path, explore={"threshold": 1e6, "limit": None}, iterations=5)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("LABEL_LOG", str(tmp_path / "labels.txt"))
+    result = forgefield.learn(loop)
+    assert result.converged
+    assert result.run.name == "iteration-00"
+    assert "converged, 6 labels" in repr(result)
+    with pytest.raises(ForgefieldError, match="was started with seed 0, now it is 1"):
+        forgefield.learn(loop, "seed=1")
+
+
+# ---- commands
+
+
+def structures(n: int, *, gold: tuple[int, ...] = ()) -> list:
+    frames = []
+    for index in range(n):
+        atoms = bulk("Cu", a=3.6, cubic=True)
+        atoms.rattle(0.1, seed=index)
+        if index in gold:
+            atoms.symbols[0] = "Au"
+        frames.append(atoms)
+    return frames
+
+
+def command() -> str:
+    return f"PYTHONPATH={ROOT} {sys.executable} -m tests.support.labelling {{input}} {{output}}"
+
+
+def test_commands_label_in_jobs_and_are_not_repeated(tmp_path, monkeypatch):
+    options = LabelOptions(command=command(), frames_per_job=3)
+    frames, messages = structures(5, gold=(1,)), []
+    labelled, failed = label_structures(frames, options, tmp_path / "labels", notify=messages.append)
+    assert list(failed) == [1]
+    assert "exit code 1" in failed[1]
+    for atoms, frame in zip(labelled, [frames[i] for i in (0, 2, 3, 4)], strict=True):
+        frame.calc = EMT()
+        assert atoms.get_potential_energy() == pytest.approx(frame.get_potential_energy(), abs=1e-6)
+    # Labels that were written but not collected, as after kill -9, are collected and not computed again.
+    for path in (tmp_path / "labels").glob("*.extxyz"):
+        path.unlink()
+    again, _ = label_structures(frames, options, tmp_path / "labels", notify=messages.append)
+    assert [atoms.get_potential_energy() for atoms in again] == [atoms.get_potential_energy() for atoms in labelled]
+    computed = [path.read_text() for path in sorted((tmp_path / "labels").glob("job-*/computed.txt"))]
+    assert computed == ["0\n2\n", "3\n4\n"]
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"explore": {"temprature": [1]}}, "unknown key 'explore.temprature'. Did you mean 'temperatures'"),
+        ({"explore": {"temperatures": [-300]}}, "'explore.temperatures' is a positive number"),
+        ({"label": {"command": "run {input} {output}"}}, "needs either a calculator or a command"),
+        ({"label": {"calculator": None, "command": "run.sh"}}, "a command with {input} and {output}"),
+        ({"label": {"sbatch": ["--time=1"]}}, "'label.sbatch' applies to label.command"),
+        ({"explore": {"limit": 1e-12}}, "larger than explore.threshold"),
+        ({"start": "best"}, "'start' is weights or scratch"),
+    ],
+    ids=["key", "temperature", "both", "placeholders", "sbatch", "limit", "choice"],
+)
+def test_wrong_options_are_refused_with_their_place(tmp_path, changes, message):
+    path = write_loop(tmp_path, **changes)
+    with pytest.raises(ForgefieldError) as error:
+        load_loop(path)
+    assert message in str(error.value)
+    assert f"{path}, line" in str(error.value)
+
+
+def test_a_calculator_that_always_fails_stops_the_loop(tmp_path, monkeypatch):
+    loop = write_loop(tmp_path)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.delenv("LABEL_LOG", raising=False)  # which the calculator needs
+    with pytest.raises(ForgefieldError, match="none of 6 structures could be labelled. The first reason: KeyError"):
+        forgefield.learn(loop)
+    assert not os.path.exists("learning/loop/runs")
