@@ -9,12 +9,12 @@ from ase.calculators.emt import EMT
 
 from forgefield.trust.loop.label import label_structures
 from forgefield.trust.loop.options import LabelOptions
-from tests.trust.test_learning import command, structures
+from tests.support.labelling import copper_structures, label_command
 
 
 def test_jobs_label_structures_and_are_found_again_after_an_interruption(slurm, tmp_path):
-    options = LabelOptions(command=command(), frames_per_job=2, sbatch=["--ntasks=1", "--time=5"], poll=0.5)
-    frames, folder = structures(3, gold=(2,)), tmp_path / "labels"
+    options = LabelOptions(command=label_command(), frames_per_job=2, sbatch=["--ntasks=1", "--time=5"], poll=0.5)
+    frames, folder = copper_structures(3, gold=(2,)), tmp_path / "labels"
 
     class Interrupted(Exception):
         pass

@@ -8,9 +8,13 @@ import sys
 from pathlib import Path
 
 import ase.io
+from ase import Atoms
+from ase.build import bulk
 from ase.calculators.calculator import all_changes
 from ase.calculators.emt import EMT
 from ase.calculators.singlepoint import SinglePointCalculator
+
+ROOT = Path(__file__).parents[2]
 
 
 class CountingEMT(EMT):
@@ -30,6 +34,23 @@ class CountingEMT(EMT):
         super().calculate(atoms, properties, system_changes)
         with log.open("a") as stream:
             stream.write(" ".join(repr(float(value)) for value in atoms.positions[:2].ravel()) + "\n")
+
+
+def copper_structures(n: int, *, gold: tuple[int, ...] = ()) -> list[Atoms]:
+    """n rattled cells of copper; those numbered in `gold` start with a gold atom."""
+    frames = []
+    for index in range(n):
+        atoms = bulk("Cu", a=3.6, cubic=True)
+        atoms.rattle(0.1, seed=index)
+        if index in gold:
+            atoms.symbols[0] = "Au"
+        frames.append(atoms)
+    return frames
+
+
+def label_command() -> str:
+    """The command that runs `label_file`, as `label.command` of a loop."""
+    return f"PYTHONPATH={ROOT} {sys.executable} -m tests.support.labelling {{input}} {{output}}"
 
 
 def label_file(source: str, target: str) -> None:

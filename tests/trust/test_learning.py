@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import signal
-import sys
 from pathlib import Path
 
 import ase.io
@@ -21,8 +20,7 @@ from forgefield.runs import Run
 from forgefield.trust.loop.label import label_structures
 from forgefield.trust.loop.options import LabelOptions, load_loop
 from tests.support.emt_run import kill_when, start_command
-
-ROOT = Path(__file__).parents[2]
+from tests.support.labelling import copper_structures, label_command
 
 
 def write_loop(folder: Path, **changes) -> Path:
@@ -155,24 +153,9 @@ def test_a_loop_ends_when_no_structure_exceeds_the_threshold(tmp_path, monkeypat
 # ---- commands
 
 
-def structures(n: int, *, gold: tuple[int, ...] = ()) -> list:
-    frames = []
-    for index in range(n):
-        atoms = bulk("Cu", a=3.6, cubic=True)
-        atoms.rattle(0.1, seed=index)
-        if index in gold:
-            atoms.symbols[0] = "Au"
-        frames.append(atoms)
-    return frames
-
-
-def command() -> str:
-    return f"PYTHONPATH={ROOT} {sys.executable} -m tests.support.labelling {{input}} {{output}}"
-
-
 def test_commands_label_in_jobs_and_are_not_repeated(tmp_path, monkeypatch):
-    options = LabelOptions(command=command(), frames_per_job=3)
-    frames, messages = structures(5, gold=(1,)), []
+    options = LabelOptions(command=label_command(), frames_per_job=3)
+    frames, messages = copper_structures(5, gold=(1,)), []
     labelled, failed = label_structures(frames, options, tmp_path / "labels", notify=messages.append)
     assert list(failed) == [1]
     assert "exit code 1" in failed[1]

@@ -1,4 +1,4 @@
-"""Test files do not import one another: what several of them use is in `tests/support`."""
+"""Test folders mirror the packages; test files do not import one another: what several of them use is in `tests/support`."""
 
 from __future__ import annotations
 
@@ -9,6 +9,9 @@ from pathlib import Path
 import pytest
 
 TESTS = Path(__file__).parent
+PACKAGE = TESTS.parent / "forgefield"
+OF_NO_PACKAGE = {"compatibility", "fuzz", "gpu"}
+"""Folders of tests that concern several packages."""
 
 
 def imported_modules(source: str) -> Iterator[str]:
@@ -50,3 +53,12 @@ def test_no_test_file_is_imported():
         if is_test_module(name)
     }
     assert not offenders
+
+
+def test_folders_are_those_of_the_packages():
+    folders = {path.parent.relative_to(TESTS) for path in TESTS.rglob("test_*.py")}
+    assert not {str(folder) for folder in folders if folder.parts[:1] != () and not mirrors_a_package(folder)}
+
+
+def mirrors_a_package(folder: Path) -> bool:
+    return folder.parts[0] in OF_NO_PACKAGE or (PACKAGE / folder).is_dir()
