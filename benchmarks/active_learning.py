@@ -42,7 +42,7 @@ TRAINING = {
     },
     "task": {"energy": {"weight": 1.0, "per_atom": True}, "forces": {"weight": 1.0}},
     "training": {"lr": 0.01, "ema": 0.99, "tensorboard": 0},
-    "trainer": {"max_epochs": 40, "accelerator": "cpu", "enable_progress_bar": False},
+    "trainer": {"max_steps": 500, "check_val_every_n_epoch": 10, "accelerator": "cpu", "enable_progress_bar": False},
 }
 
 
@@ -63,7 +63,7 @@ def structures() -> list[Atoms]:
     slab.pbc = True
     found += [bulk("Au", a=4.06, cubic=True), ordered, vacancy, slab]
     for number, atoms in enumerate(found):
-        atoms.positions += random.normal(0, 0.02, atoms.positions.shape)
+        atoms.positions += random.normal(0, 0.1, atoms.positions.shape)
         atoms.info["name"] = f"start-{number}"
     return found
 
@@ -94,13 +94,13 @@ def loop(folder: Path, strategy: str, seed: int, iterations: int, frames: int) -
     """(labels, energy MAE in meV/atom, force MAE in meV/A) of the models of all iterations."""
     explore = {
         "structures": str(folder / "starts.extxyz"),
-        "starts": 7,
+        "starts": 6,
         "temperatures": TEMPERATURES,
-        "ps": 0.5,
+        "ps": 0.3,
         "timestep": 5.0,
         "every": 5,
         "threshold": 0.1 if strategy == "active" else 1e-6,
-        "limit": 1.0,
+        "limit": 0.5 if strategy == "active" else 1e6,
     }
     content = {
         "name": f"{strategy}-{seed}",
@@ -110,7 +110,7 @@ def loop(folder: Path, strategy: str, seed: int, iterations: int, frames: int) -
         "seed": seed,
         "explore": explore,
         "select": {"frames": frames, "by": "both" if strategy == "active" else "random"},
-        "label": {"calculator": "ase.calculators.emt.EMT"},
+        "label": {"calculator": "ase.calculators.emt.EMT", "max_force": 20.0},
     }
     path = folder / f"{strategy}-{seed}.yaml"
     path.write_text(yaml.safe_dump(content))
@@ -139,8 +139,8 @@ def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--out", type=Path, default=Path("active-learning"))
     parser.add_argument("--seeds", type=int, nargs="+", default=[0])
-    parser.add_argument("--iterations", type=int, default=8)
-    parser.add_argument("--frames", type=int, default=8)
+    parser.add_argument("--iterations", type=int, default=5)
+    parser.add_argument("--frames", type=int, default=10)
     args = parser.parse_args()
     args.out.mkdir(parents=True, exist_ok=True)
     starts = structures()

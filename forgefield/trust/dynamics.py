@@ -84,11 +84,12 @@ class Dynamics:
         """The quantity that exact integration conserves, eV; None for Langevin dynamics, which has none."""
         if isinstance(self.integrator, Langevin):
             return None
+        total = float(self.atoms.get_total_energy())
         if isinstance(self.integrator, Bussi):
-            return float(self.atoms.get_total_energy() - self.integrator.transferred_energy)
+            return total - float(self.integrator.transferred_energy)
         if isinstance(self.integrator, VelocityVerlet):
-            return float(self.atoms.get_total_energy())
-        return float(self.integrator.get_conserved_energy())  # type: ignore[attr-defined]
+            return total
+        return total + _energy_of_chains(self.integrator)
 
     def step(self) -> None:
         """Advance by one time step."""
@@ -242,6 +243,16 @@ def _npt(atoms: Atoms, options: DynamicsOptions, degrees: int, timestep: float, 
         barostat._cell_dof = 6
     dynamics._barostat = barostat
     return dynamics
+
+
+def _energy_of_chains(dynamics: Any) -> float:
+    """Energy of thermostat, barostat and cell, eV. (ASE's sum for the isotropic barostat needs a free energy.)"""
+    energy = float(dynamics._thermostat.get_thermostat_energy())
+    if hasattr(dynamics, "_barostat"):
+        energy += float(dynamics._barostat.get_barostat_energy() + dynamics._pressure_au * dynamics._get_volume())
+        momenta = dynamics._p_eps if hasattr(dynamics, "_p_eps") else dynamics._p_g
+        energy += float(np.sum(momenta**2) / (2 * dynamics._barostat.W))
+    return energy
 
 
 def _thermostat(dynamics: Any, temperature: float, damping: float, degrees: int) -> Any:

@@ -76,6 +76,38 @@ def test_thermostats_give_each_degree_of_freedom_its_kinetic_energy(thermostat):
     assert np.mean(kinetic[2000:]) == pytest.approx(expected, rel=0.06)
 
 
+class IdealGas(AseCalculator):
+    """Atoms that do not interact."""
+
+    implemented_properties = ["energy", "forces", "stress"]
+
+    def calculate(self, atoms=None, properties=("energy",), system_changes=()):
+        super().calculate(atoms, properties, system_changes)
+        self.results = {"energy": 0.0, "forces": np.zeros((len(atoms), 3)), "stress": np.zeros(6)}
+
+
+@pytest.mark.parametrize("cell", ["isotropic", "full"])
+def test_the_volume_of_an_ideal_gas_at_constant_pressure_is_that_of_its_equation_of_state(cell):
+    """Four atoms: with three degrees of freedom too many, volume and temperature would be wrong by a third."""
+    pressure, temperature = 0.05, 300.0
+    volume = 4 * units.kB * temperature / (pressure * units.GPa)
+    positions = np.random.default_rng(0).uniform(0, volume ** (1 / 3), (4, 3))
+    atoms = Atoms("Cu4", positions=positions, cell=[volume ** (1 / 3)] * 3, pbc=True)
+    atoms.calc = IdealGas()
+    times = {"timestep": 4.0, "thermostat_time": 40.0, "barostat_time": 150.0}
+    dynamics = Dynamics(
+        atoms,
+        DynamicsOptions(ensemble="npt", temperature=temperature, pressure=pressure, cell=cell, seed=1, **times),
+    )
+    volumes, temperatures = [], []
+    for _ in range(5000):
+        dynamics.step()
+        volumes.append(atoms.get_volume())
+        temperatures.append(dynamics.temperature)
+    assert np.mean(volumes[500:]) == pytest.approx(volume, rel=0.1)
+    assert np.mean(temperatures[500:]) == pytest.approx(temperature, rel=0.1)
+
+
 def test_molecules_in_a_vacuum_neither_move_nor_rotate_as_a_whole():
     for name, degrees in (("H2O", 3), ("CO2", 4), ("N2", 1)):
         atoms = molecule(name)

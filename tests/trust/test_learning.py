@@ -192,6 +192,15 @@ def test_wrong_options_are_refused_with_their_place(tmp_path, changes, message):
     assert f"{path}, line" in str(error.value)
 
 
+def test_labels_with_too_large_forces_are_set_aside(tmp_path):
+    frames = copper_structures(2)
+    frames[1].positions[1] = frames[1].positions[0] + [1.0, 0, 0]
+    options = LabelOptions(calculator="ase.calculators.emt.EMT", max_force=10.0)
+    labelled, failed = label_structures(frames, options, tmp_path / "labels", notify=lambda text: None)
+    assert len(labelled) == 1
+    assert "eV/A, above label.max_force" in failed[1]
+
+
 def test_a_calculator_that_always_fails_stops_the_loop(tmp_path, monkeypatch):
     loop = write_loop(tmp_path)
     monkeypatch.chdir(tmp_path)

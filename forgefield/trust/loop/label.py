@@ -64,9 +64,9 @@ def _is_done(folder: Path, index: int) -> bool:
     return _label_file(folder, index).exists() or _failure_file(folder, index).exists()
 
 
-def _store(folder: Path, index: int, structure: Atoms, results: dict[str, object]) -> str | None:
+def _store(folder: Path, index: int, structure: Atoms, results: dict[str, object], options: LabelOptions) -> str | None:
     """Write a label; the reason if it is not valid."""
-    reason = _problem(structure, results)
+    reason = _problem(structure, results, options.max_force)
     if reason is not None:
         write_atomically(_failure_file(folder, index), reason)
         return reason
@@ -78,12 +78,15 @@ def _store(folder: Path, index: int, structure: Atoms, results: dict[str, object
     return None
 
 
-def _problem(structure: Atoms, results: dict[str, object]) -> str | None:
+def _problem(structure: Atoms, results: dict[str, object], max_force: float | None) -> str | None:
     energy, forces = results.get("energy"), np.asarray(results.get("forces", np.nan), dtype=float)
     if energy is None or not np.isfinite(float(energy)):  # type: ignore[arg-type]
         return "the energy is missing or not finite"
     if forces.shape != (len(structure), 3) or not np.isfinite(forces).all():
         return "forces are missing or not finite"
+    largest = float(np.linalg.norm(forces, axis=1).max())
+    if max_force is not None and largest > max_force:
+        return f"the largest force is {largest:.3g} eV/A, above label.max_force"
     return None
 
 
@@ -109,7 +112,7 @@ def _with_calculator(
             results: dict[str, object] = {"energy": float(atoms.get_potential_energy()), "forces": atoms.get_forces()}
             if atoms.cell.volume > 0 and "stress" in atoms.calc.implemented_properties:
                 results["stress"] = atoms.get_stress()
-            reason = _store(folder, index, structures[index], results)
+            reason = _store(folder, index, structures[index], results, options)
         except Exception as error:  # a calculator may raise anything; the loop continues with the other structures
             reason = f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}"
             write_atomically(_failure_file(folder, index), reason)
@@ -233,7 +236,7 @@ class _Job:
             if image is not None and _same(image, structure):
                 results = dict(image.calc.results) if image.calc is not None else {}
                 wanted = {name: results[name] for name in ("energy", "forces", "stress") if name in results}
-                reason = _store(self.folder, index, structure, wanted)
+                reason = _store(self.folder, index, structure, wanted, self.options)
             else:
                 reason = reason or "the output has no such structure"
                 write_atomically(_failure_file(self.folder, index), reason)

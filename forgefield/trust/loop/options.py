@@ -79,6 +79,9 @@ class LabelOptions:
     """Arguments of the calculator."""
     command: str | None = None
     """Shell command that reads structures from {input} and writes them with energies and forces to {output}, both extxyz."""
+    max_force: float | None = option(None, above=0, unit="eV/A")
+    """Structures with a larger force are set aside: a model that is still bad may drive atoms into each other, and such labels
+    spoil a training. Default: no limit."""
     frames_per_job: int = option(1, above=0)
     """Structures that one command labels."""
     sbatch: list[str] | None = None
