@@ -24,7 +24,7 @@ from forgefield.files import write_atomically
 from forgefield.parallel.reductions import StepExchange
 from forgefield.parallel.strategies import SimpleDDPStrategy
 from forgefield.training.callbacks.pace import StepTimes
-from forgefield.training.engines.engine import MemoryLimitedEngine
+from forgefield.training.engines.engine import Engine, MemoryLimitedEngine
 from forgefield.training.engines.graphs import GraphsEngine
 from forgefield.training.module import TrainingModule
 from forgefield.training.run.summary import device_name
@@ -254,7 +254,7 @@ class StepTimer(Callback):
         device = strategy.root_device
         seconds, counts, steps, shares, first_steps = zip(*gathered)
         engine = module.engine
-        assert engine is not None
+        assert isinstance(engine, Engine)
         engine = (
             engine.inner if isinstance(engine, MemoryLimitedEngine) else engine
         )  # without the wrapper for low memory

@@ -31,7 +31,8 @@ from forgefield.ops.graph import EdgeGraph, GradientSwitch, Segments, edge_graph
 class Potential(nn.Module):
     """Energy, forces and stress of batches, for any energy model.
 
-    max_neighbours: the edge lists it was trained on hold only so many neighbours of each atom; others have to as well.
+    max_neighbours: largest number of neighbours per atom in the edge lists of the training; other edge lists need the same
+    limit.
     """
 
     has_energy = True
@@ -62,7 +63,7 @@ class Potential(nn.Module):
 
     @property
     def extra_outputs(self) -> Mapping[str, ExtraOutput]:
-        """What it gives beside energy, forces and stress, by name."""
+        """Outputs other than energy, forces and stress, by name."""
         return {}
 
     @property
@@ -85,7 +86,7 @@ class Potential(nn.Module):
 
     @property
     def adaptive_cutoff(self) -> float | None:
-        """Radius up to which isolated atoms look for neighbours, A; edge lists have to be made with it."""
+        """Radius up to which isolated atoms have neighbours, A; edge lists must be built with it."""
         return self.interface.adaptive_cutoff
 
     @property
@@ -157,7 +158,7 @@ class Potential(nn.Module):
         return atomic + gather(self.reference_energies, Segments(batch["species"], len(self.species)))
 
     def _extra_outputs(self, features: Tensor | None, batch: Batch) -> dict[str, Tensor]:
-        """Outputs beside energies and their derivatives, by name."""
+        """Outputs other than energies and their derivatives, by name."""
         return {}
 
     def _outputs(self, atomic: Tensor, features: Tensor | None, batch: Batch) -> dict[str, Tensor]:

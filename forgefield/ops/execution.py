@@ -76,7 +76,7 @@ def current() -> ExecutionContext:
 
 
 def requested_operators() -> bool | None:
-    """Whether this thread has asked for operators (True), has excluded them (False), or has left the choice open (None)."""
+    """Whether this thread has requested operators (True), has excluded them (False), or has left the choice open (None)."""
     return _of_thread.operators
 
 

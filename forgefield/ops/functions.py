@@ -161,7 +161,7 @@ class _FixedBesselGradient(torch.autograd.Function):
         return outer.unsqueeze(1) * first, outer * (grad * second).sum(1), None, None
 
 
-# ---- random numbers that are a function of keys  The same keys give the same numbers on any device, on any number of ranks,
+# Random numbers that are a function of keys: the same keys give the same numbers on any device, on any number of ranks,
 # compiled or not, and in any order. Keys are integers from 0 to 2^32 - 1, in int64 tensors. Products stay below 2^63, so
 # nothing depends on the handling of integer overflow.
 

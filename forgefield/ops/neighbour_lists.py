@@ -74,7 +74,7 @@ class _Images:
     atom: Tensor
     """(n_images,) int64; sorted by bin once the bins are known."""
     image: Tensor
-    """(n_images, 3) int64: in which cell it lies, counted from the one all atoms were moved into."""
+    """(n_images, 3) int64: index of its cell, relative to the one into which all atoms were moved."""
     positions: Tensor
     """(n_images, 3), A."""
 
@@ -128,7 +128,7 @@ def _extents(heights: Tensor, frame: Tensor, n_frames: int) -> tuple[Tensor, Ten
 def _images(
     atoms: _Atoms, cell: Tensor, steps: Tensor, pbc: Tensor, low: Tensor, high: Tensor, reach: float
 ) -> tuple[_Images, Tensor]:
-    """Copies of the atoms that lie within `reach` of the extent of their frame's atoms, and their heights."""
+    """Copies of the atoms within `reach` of the extent of the atoms of their frame, and their heights."""
     steps, pbc = steps.index_select(0, atoms.frame), pbc.index_select(0, atoms.frame)
     below = ((low.index_select(0, atoms.frame) - reach - atoms.heights) / steps).ceil()
     above = ((high.index_select(0, atoms.frame) + reach - atoms.heights) / steps).floor()
@@ -237,7 +237,7 @@ def _in_order(source: Tensor, destination: Tensor, shift: Tensor, n_atoms: Tenso
     n, largest = int(n_atoms.sum()), int(shift.abs().max()) if shift.shape[0] else 0
     span = 2 * largest + 1
     if span**3 >= 2**63:
-        raise ForgefieldError("an atom lies a million cells away from its neighbours; wrap the positions into the cell")
+        raise ForgefieldError("an atom is a million cells away from its neighbours; wrap the positions into the cell")
     x, y, z = (shift + largest).unbind(1)
     image, n_images = (x * span + y) * span + z, span**3
     if n * n * n_images >= 2**63:

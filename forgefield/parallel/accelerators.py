@@ -43,7 +43,7 @@ class XPUAccelerator(Accelerator):
     @staticmethod
     def parse_devices(devices: int | str | list[int]) -> list[int]:
         if isinstance(devices, str):
-            devices = [int(part) for part in devices.split(",") if part] if "," in devices else int(devices)
+            devices = [int(index) for index in devices.split(",") if index] if "," in devices else int(devices)
         if isinstance(devices, int):
             return list(range(torch.xpu.device_count() if devices == -1 else devices))
         return [int(device) for device in devices]

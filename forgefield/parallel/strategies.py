@@ -77,8 +77,11 @@ class SimpleDDPStrategy(DDPStrategy):
         broadcast_weights(model)
         self.buckets = GradientBuckets(list(model.parameters()), bucket_bytes=self.bucket_bytes)
 
-    def backward(self, closure_loss: Tensor, optimizer: Any, *args: Any, **kwargs: Any) -> Tensor:
-        module: Any = self.lightning_module
+    def backward(
+        self, closure_loss: Tensor, optimizer: torch.optim.Optimizer | None, *args: Any, **kwargs: Any
+    ) -> Tensor:
+        module = self.lightning_module
+        assert module is not None
         self.pre_backward(closure_loss)
         loss = self.precision_plugin.pre_backward(closure_loss, module)
         self.precision_plugin.backward(loss, module, optimizer, *args, **kwargs)

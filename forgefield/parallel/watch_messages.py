@@ -106,7 +106,7 @@ def encode(message: Message) -> bytes:
 
 def decode(line: bytes | bytearray) -> Message:
     try:
-        message = json.loads(line)
+        message: Message = json.loads(line)
         if all(isinstance(message[name], kind) for name, kind in FIELDS[message["kind"]].items()):
             return message
     except (ValueError, TypeError, KeyError, RecursionError):

@@ -136,4 +136,4 @@ def _unknown(unit: str, supported: list[str], kind: str) -> ForgefieldError:
     by_lower = {name.lower(): name for name in supported}
     nearest = difflib.get_close_matches(unit.strip().lower(), by_lower, n=1, cutoff=0.4)
     hint = f"did you mean {by_lower[nearest[0]]!r}?" if nearest else f"known: {', '.join(supported[:9])}, ..."
-    return ForgefieldError(f"{unit!r} is not {kind} unit Forgefield knows; {hint}")
+    return ForgefieldError(f"{unit!r} is not {kind} unit that Forgefield supports; {hint}")

@@ -99,20 +99,20 @@ def loss_by_kernels(
     terms = tuple(_term(target, len(errors.species)) for target in task.targets)
     n_targets, n_rows = len(terms), sum(term.n_errors for term in terms)
     n_programs = sum(-(-(n_atoms if term.of_atoms else n_frames) // ROWS) for term in terms)
-    parts = weight.new_empty((n_programs, 2 + 3 * max(term.n_errors for term in terms)))
+    partial_sums = weight.new_empty((n_programs, 2 + 3 * max(term.n_errors for term in terms)))
     out = weight.new_empty(1 + 2 * n_targets + 3 * n_rows)
     slopes = {target.label: torch.empty_like(batch[target.label]) for target in task.targets}
     by_species = task.species_weights_on(weight.device)
-    given: LaunchArguments = {}
+    values: LaunchArguments = {}
     for i, (target, species_weights) in enumerate(zip(task.targets, by_species)):
-        given[f"output{i}"] = outputs[target.label].contiguous()
-        given[f"label{i}"] = batch[target.label].contiguous()
-        given[f"slope{i}"] = slopes[target.label]
-        given[f"of_species{i}"] = weight if species_weights is None else species_weights
-    given |= {argument: batch[key].contiguous() for argument, key in BATCH_ARGUMENTS.items()}
-    given |= {"target_weights": target_weights, "denominators": weight if denominators is None else denominators}
-    given |= {"parts": parts, "out": out, "n_frames": n_frames, "n_atoms": n_atoms}
-    arguments = loss_arguments(n_targets).bind("loss", given)
+        values[f"output{i}"] = outputs[target.label].contiguous()
+        values[f"label{i}"] = batch[target.label].contiguous()
+        values[f"slope{i}"] = slopes[target.label]
+        values[f"of_species{i}"] = weight if species_weights is None else species_weights
+    values |= {argument: batch[key].contiguous() for argument, key in BATCH_ARGUMENTS.items()}
+    values |= {"target_weights": target_weights, "denominators": weight if denominators is None else denominators}
+    values |= {"parts": partial_sums, "out": out, "n_frames": n_frames, "n_atoms": n_atoms}
+    arguments = loss_arguments(n_targets).bind("loss", values)
     add_up, finish = _kernels(terms, denominators is not None)
     if n_programs:
         add_up[(n_programs,)](**arguments, num_warps=4)
@@ -168,11 +168,11 @@ import triton.language as tl
 
 @triton.jit
 def total(parts, begin, end, width: tl.constexpr, column: tl.constexpr):
-    found = tl.zeros([64], tl.float64)
+    sums = tl.zeros([64], tl.float64)
     for first in range(begin, end, 64):
-        part = first + tl.arange(0, 64)
-        found += tl.load(parts + part * width + column, mask=part < end, other=0.0)
-    return tl.sum(found, 0)
+        index = first + tl.arange(0, 64)
+        sums += tl.load(parts + index * width + column, mask=index < end, other=0.0)
+    return tl.sum(sums, 0)
 """
 
 
@@ -208,8 +208,8 @@ def _indented(lines: Sequence[str]) -> Iterator[str]:
     return (f"    {line}" for line in lines)
 
 
-def _divisor(i: int, width: int, given: bool) -> str:
-    return f"tl.load(denominators + {i})" if given else f"total(parts, begin, end, {width}, 1)"
+def _divisor(i: int, width: int, external: bool) -> str:
+    return f"tl.load(denominators + {i})" if external else f"total(parts, begin, end, {width}, 1)"
 
 
 def _rows(term: _Term, i: int, n_rows: str) -> list[str]:
@@ -243,10 +243,10 @@ def _factor(term: _Term) -> str | None:
 
 def _difference(term: _Term, i: int, column: int) -> list[str]:
     """For one component of each row: whether it is labelled, and its difference d from the label in units of the loss."""
-    place = f"row * {term.columns} + {column}"
+    offset = f"row * {term.columns} + {column}"
     lines = [
-        f"p = tl.load(output{i} + {place}, mask=inside, other=0.0)",
-        f"y = tl.load(label{i} + {place}, mask=inside, other=0.0)",
+        f"p = tl.load(output{i} + {offset}, mask=inside, other=0.0)",
+        f"y = tl.load(label{i} + {offset}, mask=inside, other=0.0)",
         "labelled = inside & (y == y)",
     ]
     difference = "p - y" if _factor(term) is None else "p * factor - y * factor"
@@ -258,7 +258,7 @@ def _add_up(term: _Term, i: int, width: int, n_rows: str) -> list[str]:
     lines = _rows(term, i, n_rows)
     factor = _factor(term)
     lines += [] if factor is None else [f"factor = {factor}"]
-    lines += [f"{name} = tl.zeros([{ROWS}], tl.float64)" for name in ("sums", "counts", "size_1", "size_2", "known")]
+    lines += [f"{name} = tl.zeros([{ROWS}], tl.float64)" for name in ("sums", "counts", "size_1", "size_2", "n_labels")]
     if term.quantity == "energy":
         lines += [f"{name} = tl.zeros([{ROWS}], tl.float64)" for name in ("each_1", "each_2")]
     for column in range(term.columns):
@@ -266,22 +266,22 @@ def _add_up(term: _Term, i: int, width: int, n_rows: str) -> list[str]:
         lines += [f"sums += tl.where(labelled, w * ({term.loss.error}), 0.0)", "counts += tl.where(labelled, w, 0.0)"]
         lines += ["e = (p - y) * (volume / size)" if term.quantity == "virial" else "e = p - y"]
         lines += ["counts_here = inside & (e == e)", "e = tl.where(counts_here, e, 0.0)"]
-        lines += ["size_1 += tl.abs(e)", "size_2 += e * e", "known += counts_here.to(tl.float64)"]
+        lines += ["size_1 += tl.abs(e)", "size_2 += e * e", "n_labels += counts_here.to(tl.float64)"]
         if term.quantity == "energy":
             lines += ["each = e / size", "each_1 += tl.abs(each)", "each_2 += each * each"]
     lines += [
-        f"part = parts + program * {width}",
-        "tl.store(part, tl.sum(sums, 0))",
-        "tl.store(part + 1, tl.sum(counts, 0))",
+        f"row_sums = parts + program * {width}",
+        "tl.store(row_sums, tl.sum(sums, 0))",
+        "tl.store(row_sums + 1, tl.sum(counts, 0))",
     ]
-    groups = [["each_1", "each_2", "known"]] if term.quantity == "energy" else []
-    groups += [["size_1", "size_2", "known"]]
+    groups = [["each_1", "each_2", "n_labels"]] if term.quantity == "energy" else []
+    groups += [["size_1", "size_2", "n_labels"]]
     for number, name in enumerate(name for group in groups for name in group):
-        lines += [f"tl.store(part + {2 + number}, tl.sum({name}, 0))"]
+        lines += [f"tl.store(row_sums + {2 + number}, tl.sum({name}, 0))"]
     if term.of_atoms:
         lines += [f"for number in range({term.n_species}):", "    mine = kind == number"]
         for k, name in enumerate(groups[0]):
-            lines += [f"    tl.store(part + {5 + k} + 3 * number, tl.sum(tl.where(mine, {name}, 0.0), 0))"]
+            lines += [f"    tl.store(row_sums + {5 + k} + 3 * number, tl.sum(tl.where(mine, {name}, 0.0), 0))"]
     return lines
 
 
@@ -304,12 +304,12 @@ def _collect(term: _Term, i: int, row: int, n_targets: int, width: int) -> list[
     return [
         f"for first in range(0, {n_columns}, 16):",
         "    column = first + tl.arange(0, 16)",
-        f"    wanted = column < {n_columns}",
-        "    found = tl.zeros([64, 16], tl.float64)",
-        "    for first_part in range(begin, end, 64):",
-        "        part = first_part + tl.arange(0, 64)",
-        "        read = (part < end)[:, None] & wanted[None, :]",
-        f"        found += tl.load(parts + part[:, None] * {width} + column[None, :], mask=read, other=0.0)",
-        f"    place = tl.where(column < 2, 1 + {i} + {n_targets} * column, {1 + 2 * n_targets + 3 * row - 2} + column)",
-        "    tl.store(out + place, tl.sum(found, 0), mask=wanted)",
+        f"    valid = column < {n_columns}",
+        "    totals = tl.zeros([64, 16], tl.float64)",
+        "    for first_row in range(begin, end, 64):",
+        "        index = first_row + tl.arange(0, 64)",
+        "        read = (index < end)[:, None] & valid[None, :]",
+        f"        totals += tl.load(parts + index[:, None] * {width} + column[None, :], mask=read, other=0.0)",
+        f"    offset = tl.where(column < 2, 1 + {i} + {n_targets} * column, {1 + 2 * n_targets + 3 * row - 2} + column)",
+        "    tl.store(out + offset, tl.sum(totals, 0), mask=valid)",
     ]

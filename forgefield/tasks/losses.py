@@ -78,7 +78,7 @@ def huber_error(prediction: Tensor, target: Tensor, *, delta: float) -> Tensor:
 MSE = Loss("mse", squared_error, KernelFormula("d * d", "2.0 * d"))
 MAE = Loss(
     "mae", absolute_error, KernelFormula("tl.abs(d)", "tl.where(d > 0, 1.0, tl.where(d < 0, -1.0, d))")
-)  # a NaN stays one
+)  # NaN remains NaN
 RMSE = Loss("rmse", root_mean_square)
 
 
@@ -98,11 +98,11 @@ LOSSES: dict[str, Callable[[float], Loss]] = {
     "rmse": lambda delta: RMSE,
     "huber": huber,
 }
-"""Losses by the names that `task.*.loss` has for them, each as a function of `task.*.huber_delta`."""
+"""Losses by their names in `task.*.loss`, as functions of `task.*.huber_delta`."""
 
 
 def find_loss(name: str, *, huber_delta: float, key: str) -> Loss:
-    """The loss of that name, or the user's function at that import path. key: of the setting, for messages."""
+    """The loss of that name, or the function at that import path. key: of the setting, for messages."""
     if name in LOSSES:
         if name == "huber" and not huber_delta > 0:
             raise ForgefieldError(f"{key.rsplit('.', 1)[0]}.huber_delta must be positive, not {huber_delta}.")

@@ -32,12 +32,12 @@ def unit_of(metric: str) -> str:
 class ErrorMetrics:
     """Sums of |error|, error^2 and counts for each target, and for forces also by species.
 
-    targets: what is measured: energy, forces, stress, virial, or fields by their names. species: symbols, in the order of the
-    batch's indices. classes: labels of those targets that are classes; what is summed of them is in `classes.py`.
-
-    extensive: targets of frames that are also measured per atom, as `NAME_per_atom`. uncounted: of these, numbers of the
-    species whose atoms do not count, as DeePMD-kit 3.2 leaves out excluded ones. branches: of the model; a target
-    `water.energy` is measured on frames of the branch water.
+    targets: names of targets: energy, forces, stress, virial, or fields.
+    species: symbols, in the order of the batch's indices.
+    classes: labels of the classes of classified targets, whose sums are described in `classes.py`.
+    extensive: targets of frames that are also measured per atom, as `NAME_per_atom`.
+    branches: of the model; a target `water.energy` is measured on frames of the branch water.
+    uncounted: for targets, indices of species whose atoms do not count, as excluded ones in DeePMD-kit 3.2.
     """
 
     def __init__(
@@ -54,7 +54,7 @@ class ErrorMetrics:
         self.targets = targets
         self.branches = tuple(branches)
         self.extensive = frozenset(extensive)
-        self.uncounted = {name: tuple(numbers) for name, numbers in (uncounted or {}).items() if numbers}
+        self.uncounted = {name: tuple(indices) for name, indices in (uncounted or {}).items() if indices}
         self.species = species
         self.classes = dict(classes or {})
         self._values: dict[tuple[str, torch.device], Tensor] = {}
@@ -82,33 +82,31 @@ class ErrorMetrics:
     @torch.no_grad()
     def measure(self, outputs: dict[str, Tensor], batch: dict[str, Tensor]) -> Tensor:
         """(n_rows, 3): the contribution of one batch to `sums`."""
-        added = []
+        rows: list[Tensor] = []
         for name in self.targets:
             target = quantity(name)
             label = "stress" if target == "virial" else target
             if target in self.classes:
                 values = self._values_on(target, batch[label].device)
-                added += class_sums(outputs[label].detach(), batch[label], values)
+                rows += class_sums(outputs[label].detach(), batch[label], values)
                 continue
             error = self._of_branch(name, _errors(outputs[label].detach(), batch[label]), batch)
             uncounted = self.uncounted.get(name, ())
             if target == "energy":
-                added += [_moments(error / counted_atoms(batch, uncounted)), _moments(error)]
+                rows += [_moments(error / counted_atoms(batch, uncounted)), _moments(error)]
             elif target == "forces":
                 for index in uncounted:
                     error = torch.where((batch["species"] == index).unsqueeze(1), float("nan"), error)
                 by_species = _moments_by(error, batch["species"], len(self.species))
-                added += [by_species.sum(0), *by_species]
+                rows += [by_species.sum(0), *by_species]
             elif target == "virial":
-                added.append(
-                    _moments(error * (volumes(batch["cell"]) / counted_atoms(batch, uncounted)).view(-1, 1, 1))
-                )
+                rows.append(_moments(error * (volumes(batch["cell"]) / counted_atoms(batch, uncounted)).view(-1, 1, 1)))
             else:
-                added.append(_moments(error))
+                rows.append(_moments(error))
                 if target in self.extensive:
                     n_atoms = counted_atoms(batch, uncounted)
-                    added.append(_moments(error / n_atoms.view(-1, *[1] * (error.dim() - 1))))
-        return torch.stack(added)
+                    rows.append(_moments(error / n_atoms.view(-1, *[1] * (error.dim() - 1))))
+        return torch.stack(rows)
 
     def _of_branch(self, name: str, error: Tensor, batch: dict[str, Tensor]) -> Tensor:
         """The error for frames of the target's branch; NaN, as without a label, for others."""
@@ -126,19 +124,19 @@ class ErrorMetrics:
         return self._values[target, device]
 
     def compute(self, sums: Tensor | None = None) -> dict[str, float]:
-        """Metrics in the units of `UNITS`, of targets with labels. This is the only read-back from the device.
+        """Metrics of targets with labels, in the units of `UNITS`. Only this method reads from the device.
 
-        sums: accumulators added up over several processes, in place of those of this object.
+        sums: summed over several processes; default: those of this object.
         """
         values: dict[str, float] = {}
         numbers = (self.sums if sums is None else sums).tolist()
-        for place, (row, (absolute, square, count)) in enumerate(zip(self.rows, numbers)):
+        for index, (row, (absolute, square, count)) in enumerate(zip(self.rows, numbers)):
             name, _, symbol = row.partition("/")
             if count == 0 or (symbol and name in self.classes):
                 continue
             if name in self.classes:
-                found = class_metrics(numbers[place : place + 1 + len(self.classes[name])])
-                values |= {f"{name}_{kind}": value for kind, value in found.items()}
+                metrics = class_metrics(numbers[index : index + 1 + len(self.classes[name])])
+                values |= {f"{name}_{kind}": value for kind, value in metrics.items()}
                 continue
             factor, suffix = _FACTORS.get(quantity(name), 1.0), f"/{symbol}" if symbol else ""
             values[f"{name}_mae{suffix}"] = factor * absolute / count
@@ -146,7 +144,7 @@ class ErrorMetrics:
         return values
 
     def names(self) -> list[str]:
-        """All metrics `compute` can give, in order."""
+        """Names of all metrics that `compute` may return, in order."""
         result = []
         for row in self.rows:
             name, _, symbol = row.partition("/")
@@ -193,6 +191,6 @@ def _moments_by(error: Tensor, group: Tensor, n_groups: int) -> Tensor:
     labelled = ~error.isnan()
     error = torch.where(labelled, error, 0.0)
     rows = torch.stack([error.abs().sum(1), error.square().sum(1), labelled.sum(1).to(error.dtype)], dim=1)
-    # A product with one-hot columns adds in a fixed order, on a GPU too, where an indexed add does not.
+    # A product with one-hot columns has a fixed order of summation also on a GPU, in contrast to an indexed add.
     one_hot = torch.nn.functional.one_hot(group, n_groups).to(rows.dtype)
     return one_hot.T @ rows

@@ -13,8 +13,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from forgefield.config.option import IMPORT_PATH, option
-from forgefield.config.refusals import wrong
-from forgefield.config.sources import Sources
+from forgefield.config.sources import Sources, wrong
 from forgefield.errors import ForgefieldError
 from forgefield.ldos.options import PointTaskOptions
 from forgefield.tasks.losses import LOSSES
@@ -30,7 +29,7 @@ class ScheduleOptions:
     """Final weight; for kind step a list with one weight for each position."""
     unit: str | None = option(None, choices=("step", "epoch"))
     """Unit of `begin`, `end` and `at`: optimiser steps (step, the default) or epochs."""
-    begin: int | None = option(None, at_least=0, expected="a whole number from 0")
+    begin: int | None = option(None, at_least=0, expected="an integer of at least 0")
     """Start of the change. Default: 0."""
     end: int | None = None
     """End of the change. Default: the end of the training."""
@@ -161,84 +160,80 @@ DENOISE = "denoise"
 POINTS = "points"
 _APART = (FIELDS, BRANCHES, DENOISE, POINTS)
 TARGETS = tuple(item.name for item in dataclasses.fields(TaskOptions) if item.name not in _APART)
-"""Targets that every potential knows; all others are fields, but for `denoise`, which needs no label."""
+"""Targets that every potential has; all others are fields, except `denoise`, which needs no label."""
 
 
 def quantity(name: str) -> str:
-    """What is meant by the name of a target or an error: `energy` for `energy`, and for `water.energy` of the branch water."""
+    """The quantity of a target or an error: `energy` for `energy`, and for `water.energy` of the branch water."""
     return name.rpartition(".")[2]
 
 
-def as_typed(task: Any, *, points: bool = False) -> Any:
-    """The plain section with its fields in `fields`; of grid points, with all of it in `points`."""
+def as_typed(task: object, *, points: bool = False) -> object:
+    """A `task` section in the form of `TaskOptions`. points: whether its targets are those of grid points."""
     if not isinstance(task, Mapping):
         return task
     if points:
         return {POINTS: {name: value for name, value in task.items() if name not in TARGETS}}
-    known = {name: value for name, value in task.items() if name in (*TARGETS, BRANCHES, DENOISE)}
-    return {**known, FIELDS: {name: value for name, value in task.items() if name not in known}}
+    reserved = {name: value for name, value in task.items() if name in (*TARGETS, BRANCHES, DENOISE)}
+    return {**reserved, FIELDS: {name: value for name, value in task.items() if name not in reserved}}
 
 
-def as_written(task: Any) -> Any:
-    """The plain section with all targets side by side."""
+def as_written(task: object) -> object:
+    """A section in the form of `TaskOptions` as it is written in a config."""
     if not isinstance(task, Mapping):
         return task
     if isinstance(task.get(POINTS), Mapping):
         return dict(task[POINTS])
     if not isinstance(task.get(FIELDS, {}), Mapping):
         return task
-    known = {
+    others = {
         name: value for name, value in task.items() if name not in (FIELDS, POINTS) and (name != BRANCHES or value)
     }
-    return {**known, **task.get(FIELDS, {})}
+    return {**others, **task.get(FIELDS, {})}
 
 
-def targets_of(task: Any) -> dict[str, Any]:
-    """Options of every target that is on, of a typed section or a `TaskOptions`: ours in their order, then fields by name, then
-    those of branches as `branch.target`, by branch."""
-    known = {name: getattr(task, name, None) for name in (*TARGETS, DENOISE)}
-    extra_outputs = getattr(task, FIELDS, None) or {}
-    return (
-        {name: value for name, value in known.items() if value is not None}
-        | {str(name): extra_outputs[name] for name in sorted(extra_outputs) if extra_outputs[name] is not None}
-        | _of_branches(getattr(task, BRANCHES, None) or {})
-    )
+AnyTargetOptions = TargetOptions | FieldTargetOptions | DenoiseOptions
 
 
-def _of_branches(branches: Any) -> dict[str, Any]:
-    return {
-        f"{branch}.{name}": getattr(branches[branch], name)
-        for branch in sorted(branches)
-        for name in TARGETS
-        if getattr(branches[branch], name, None) is not None
-    }
+def targets_of(task: TaskOptions) -> dict[str, AnyTargetOptions]:
+    """Options of all targets by name: those of potentials and `denoise`, then fields sorted by name, then those of branches as
+    `branch.target`, sorted by branch."""
+    targets: dict[str, AnyTargetOptions] = {**_potential_targets(task)}
+    if task.denoise is not None:
+        targets[DENOISE] = task.denoise
+    targets |= {
+        name: options for name, options in sorted(task.fields.items()) if options is not None
+    }  # null: not a target
+    for branch in sorted(task.branches):
+        targets |= {f"{branch}.{name}": options for name, options in _potential_targets(task.branches[branch]).items()}
+    return targets
 
 
-Target = TargetOptions | FieldTargetOptions | DenoiseOptions
+def _potential_targets(section: TaskOptions | BranchTaskOptions) -> dict[str, TargetOptions]:
+    values = {"energy": section.energy, "forces": section.forces, "stress": section.stress, "virial": section.virial}
+    return {name: options for name, options in values.items() if options is not None}
 
 
 def check_task(task: TaskOptions, sources: Sources) -> None:
-    """Refuse targets whose settings have no meaning."""
-    given = [target for target in TARGETS if getattr(task, target) is not None]
-    branches = {f"task.branches.{name}": section for name, section in task.branches.items()}
-    if not given and not task.fields and not branches and task.denoise is None:
+    """Raise ForgefieldError for targets with invalid settings."""
+    if not targets_of(task):
         raise ForgefieldError(
-            f"{sources.where('task')}: 'task' trains nothing; give at least one of {', '.join((*TARGETS, DENOISE))}."
+            f"{sources.where('task')}: 'task' trains nothing; set at least one of {', '.join((*TARGETS, DENOISE))}."
         )
-    for section, prefix in ((task, "task"), *((section, key) for key, section in branches.items())):
-        for target in TARGETS:
-            options = getattr(section, target)
-            if options is not None:
-                _check_ours(options, target, prefix, sources)
+    sections: dict[str, TaskOptions | BranchTaskOptions] = {"task": task}
+    sections |= {f"task.branches.{name}": section for name, section in task.branches.items()}
+    for prefix, section in sections.items():
+        for target, options in _potential_targets(section).items():
+            _check_potential_target(options, target, prefix, sources)
     if task.denoise is not None:
         _check_denoise(task.denoise, f"task.{DENOISE}", sources)
-    for name, options in task.fields.items():
-        _check_target(options, f"task.{name}", FieldTargetOptions(), sources)
-        _check_field_target(options, f"task.{name}", sources)
+    for name, field_options in task.fields.items():
+        _check_target(field_options, f"task.{name}", FieldTargetOptions(), sources)
+        _check_field_target(field_options, f"task.{name}", sources)
 
 
-def _check_ours(options: TargetOptions, target: str, prefix: str, sources: Sources) -> None:
-    """A target that every potential knows. prefix: the section that it stands in."""
+def _check_potential_target(options: TargetOptions, target: str, prefix: str, sources: Sources) -> None:
+    """prefix: key of the section that contains the target."""
     key = f"{prefix}.{target}"
     _check_target(options, key, TargetOptions(), sources)
     _only_for("per_atom", ("energy", "virial"), target, options, sources, prefix)
@@ -246,23 +241,24 @@ def _check_ours(options: TargetOptions, target: str, prefix: str, sources: Sourc
         _only_for(name, ("forces",), target, options, sources, prefix)
     if options.direct and prefix != "task":
         raise ForgefieldError(
-            f"{sources.where(f'{key}.direct')}: '{key}.direct' does not apply: forces of a branch are slopes of its energy."
+            f"{sources.where(f'{key}.direct')}: '{key}.direct' does not apply to a branch, whose forces are derivatives of its "
+            "energy."
         )
     if options.net_zero is not None and not options.direct:
         raise ForgefieldError(
-            f"{sources.where(f'{key}.net_zero')}: '{key}.net_zero' is for direct forces ({key}.direct=true); those that "
-            "are derivatives of an energy add up to zero by themselves."
+            f"{sources.where(f'{key}.net_zero')}: '{key}.net_zero' applies to direct forces only ({key}.direct=true); the sum "
+            "of forces that are derivatives of an energy is always zero."
         )
 
 
-def _check_target(options: Target, key: str, default: Target, sources: Sources) -> None:
-    """What all targets have. default: the same without any setting."""
+def _check_target(options: AnyTargetOptions, key: str, default: AnyTargetOptions, sources: Sources) -> None:
+    """Check what all targets have. default: options without any setting."""
     if options.schedule is not None:
         _check_schedule(options.schedule, f"{key}.schedule", sources)
     delta = f"{key}.huber_delta"
     if options.loss != "huber" and (sources.explicit(delta) or options.huber_delta != default.huber_delta):
         raise ForgefieldError(
-            f"{sources.where(delta)}: '{delta}' applies to loss huber only, and '{key}.loss' is {options.loss or 'mse'}."
+            f"{sources.where(delta)}: '{delta}' applies to loss huber only, but '{key}.loss' is {options.loss or 'mse'}."
         )
 
 
@@ -272,7 +268,7 @@ def _check_denoise(options: DenoiseOptions, key: str, sources: Sources) -> None:
 
 def _check_field_target(options: FieldTargetOptions, key: str, sources: Sources) -> None:
     if options.kind not in (None, "values"):
-        _check_turning(options, key, sources)
+        _check_equivariant(options, key, sources)
     if options.per_atom is not None and options.reduce != "sum":
         raise ForgefieldError(
             f"{sources.where(f'{key}.per_atom')}: '{key}.per_atom' applies to extensive values only ({key}.reduce=sum)."
@@ -295,33 +291,36 @@ def _check_field_target(options: FieldTargetOptions, key: str, sources: Sources)
             )
 
 
-def _check_turning(options: FieldTargetOptions, key: str, sources: Sources) -> None:
-    """What a vector or a tensor cannot have."""
+def _check_equivariant(options: FieldTargetOptions, key: str, sources: Sources) -> None:
+    """Check the settings of a vector or tensor."""
     if options.classes is not None:
         raise ForgefieldError(f"{sources.where(f'{key}.kind')}: '{key}.kind' does not apply to classes.")
     if options.reduce in ("max", "attention"):
         raise ForgefieldError(
-            f"{sources.where(f'{key}.reduce')}: '{key}.reduce' is sum or mean for a {options.kind}; {options.reduce} is for "
-            "numbers that do not turn with the structure."
+            f"{sources.where(f'{key}.reduce')}: '{key}.reduce' must be sum or mean for a {options.kind}; {options.reduce} is "
+            "for invariant values only."
         )
     normalise = options.normalise
     mean = normalise.get("mean") if isinstance(normalise, Mapping) else 0
     if (options.kind == "vector" and mean != 0) or isinstance(mean, Sequence):
         allowed = (
-            "0: any other vector would not turn with the structure"
+            "0: the mean of an equivariant vector is zero"
             if options.kind == "vector"
-            else ("one number (times the unit matrix), or one for each species: {H: ...}")
+            else "one number (times the unit matrix), or one for each species: {H: ...}"
         )
         raise wrong(sources, f"{key}.normalise.mean", mean, allowed)
 
 
 def _check_classes(options: FieldTargetOptions, key: str, sources: Sources) -> None:
-    given: Any = options.classes
-    is_list = isinstance(given, list) and len(set(map(str, given))) == len(given) > 1
-    numbers = is_list and all(isinstance(v, (int, float)) and not isinstance(v, bool) for v in given)
-    several = isinstance(given, int) and not isinstance(given, bool) and given > 1
-    if not (numbers or several or given == "auto"):
-        raise wrong(sources, f"{key}.classes", given, "a number above 1, a list of different labels, or auto")
+    classes = options.classes
+    valid = classes == "auto"
+    if isinstance(classes, list):
+        numbers = all(isinstance(v, (int, float)) and not isinstance(v, bool) for v in classes)
+        valid = numbers and len(set(map(str, classes))) == len(classes) > 1
+    elif isinstance(classes, int) and not isinstance(classes, bool):
+        valid = classes > 1
+    if not valid:
+        raise wrong(sources, f"{key}.classes", classes, "a number above 1, a list of different labels, or auto")
     fixed = {
         "loss": None,
         "reduce": ("mean", "max", "attention", None),
@@ -336,7 +335,7 @@ def _check_classes(options: FieldTargetOptions, key: str, sources: Sources) -> N
             )
 
 
-def _leaves(value: Any) -> Iterator[Any]:
+def _leaves(value: object) -> Iterator[object]:
     """The numbers of nested lists."""
     for item in value if isinstance(value, list) else [value]:
         if isinstance(item, list):
@@ -352,7 +351,7 @@ _SCHEDULES = {
     "step": ("unit", "at"),
     "lr": (),
 }
-"""Settings of each kind of schedule, beside `to`."""
+"""Settings of each kind of schedule, in addition to `to`."""
 
 
 def _check_schedule(schedule: ScheduleOptions, key: str, sources: Sources) -> None:
@@ -366,21 +365,24 @@ def _check_schedule(schedule: ScheduleOptions, key: str, sources: Sources) -> No
     if not all(isinstance(v, (int, float)) and not isinstance(v, bool) and 0 <= v < math.inf for v in values):
         raise wrong(sources, f"{key}.to", schedule.to, "the last value, zero or positive, and finite")
     if schedule.kind == "step":
-        _check_places(schedule, list(values), key, sources)
+        _check_positions(schedule, list(values), key, sources)
     elif len(values) != 1 or values[0] is not schedule.to:
-        raise wrong(sources, f"{key}.to", list(values), "one number; a list goes with kind step")
+        raise wrong(sources, f"{key}.to", list(values), "one number; lists are for kind step")
     begin = schedule.begin or 0
     if schedule.end is not None and schedule.end <= begin:
         raise wrong(sources, f"{key}.end", schedule.end, f"larger than {key}.begin, which is {begin}")
 
 
-def _check_places(schedule: ScheduleOptions, values: list[Any], key: str, sources: Sources) -> None:
-    places = list(schedule.at or [])
-    if not places or places != sorted(set(places)) or places[0] < 1:
-        raise wrong(sources, f"{key}.at", places, "ascending positive whole numbers")
-    if len(values) != len(places):
+def _check_positions(schedule: ScheduleOptions, values: Sequence[object], key: str, sources: Sources) -> None:
+    positions = list(schedule.at or [])
+    if not positions or positions != sorted(set(positions)) or positions[0] < 1:
+        raise wrong(sources, f"{key}.at", positions, "ascending positive integers")
+    if len(values) != len(positions):
         raise wrong(
-            sources, f"{key}.to", values, f"a list with one value for each of the {len(places)} places in {key}.at"
+            sources,
+            f"{key}.to",
+            values,
+            f"a list with one value for each of the {len(positions)} positions in {key}.at",
         )
 
 
@@ -388,12 +390,8 @@ def _only_for(
     name: str, targets: tuple[str, ...], target: str, options: TargetOptions, sources: Sources, prefix: str
 ) -> None:
     key = f"{prefix}.{target}.{name}"
-    if target not in targets and _is_set(key, getattr(options, name), name, sources):
-        right = f"{prefix}.{targets[0]}.{name}"
-        raise ForgefieldError(f"{sources.where(key)}: '{key}' does not apply to {target}. Did you mean '{right}'?")
-
-
-def _is_set(key: str, value: Any, name: str, sources: Sources) -> bool:
-    """Whether the user set this field of a target. Configs from Python may carry defaults that nobody wrote."""
-    default = getattr(TargetOptions(), name)
-    return sources.explicit(key) or value != default
+    # Configs from Python may contain defaults that the user did not write.
+    is_set = sources.explicit(key) or vars(options)[name] != vars(TargetOptions())[name]
+    if target not in targets and is_set:
+        suggestion = f"{prefix}.{targets[0]}.{name}"
+        raise ForgefieldError(f"{sources.where(key)}: '{key}' does not apply to {target}. Did you mean '{suggestion}'?")

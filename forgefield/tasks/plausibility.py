@@ -1,4 +1,4 @@
-"""Whether measured errors are those of a model that learnt something: compared with the spread of the training labels."""
+"""Comparison of measured errors with the spread of the training labels, to detect models that have learnt nothing."""
 
 from __future__ import annotations
 
@@ -7,18 +7,19 @@ from collections.abc import Mapping
 from typing import Any
 
 FACTOR = 10.0
-"""Errors this many times those of a constant prediction are reported."""
+"""Errors that are this many times larger than those of a constant prediction are reported."""
 _BASELINES = {
     "energy_rmse": ("energy_residual_std", "the mean energy of the training data", "meV/atom"),
     "forces_rmse": ("forces_rms", "zero forces", "meV/A"),
 }
-"""Metric -> statistic of the training labels (eV/atom, eV/A) that is the RMSE of a constant prediction, which one, unit."""
+"""For metrics: the statistic of the training labels (eV/atom, eV/A) that is the RMSE of a constant prediction, that prediction,
+and the unit of the metric."""
 
 
 def implausible_errors(errors: Mapping[str, float], statistics: Mapping[str, Any]) -> list[str]:
-    """One sentence for each error that no working model has: not finite, or far above that of a constant prediction.
+    """A sentence for each error that is not finite, or far above that of a constant prediction.
 
-    errors: as `ErrorMetrics.compute` gives them. statistics: of the training data, as in a run's record.
+    errors: as from `ErrorMetrics.compute`. statistics: of the training data, as in `run.json`.
     """
     sentences = [
         f"{name} is {value}: the model predicts numbers that are not finite."

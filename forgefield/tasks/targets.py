@@ -115,7 +115,7 @@ def build_targets(
     branches: tuple[str, ...],
     excluded: Sequence[int] = (),
 ) -> list[Target]:
-    """Targets of a `task` section, in their order.
+    """Targets of a `task` section, in the order of `targets_of`.
 
     species: symbols, in the order of the batch's indices.
     extra_outputs: outputs of the model other than energy, forces and stress; every target that is a field is one of them.
@@ -126,13 +126,13 @@ def build_targets(
     _check_branches(by_name, branches)
     targets = [
         _potential_target(name, target, species, branches, tuple(excluded))
-        if quantity(name) in TARGETS
+        if isinstance(target, TargetOptions)
         else _field_target(name, target, extra_outputs)
         for name, target in by_name.items()
     ]
     if not targets:
         raise ForgefieldError(
-            "task: no target is on; give at least one of task.energy, task.forces, task.stress, task.virial."
+            "task: there is no target; set at least one of task.energy, task.forces, task.stress, task.virial."
         )
     if all(target.weight == 0 and target.schedule is None for target in targets):
         raise ForgefieldError("task: every weight is zero, so nothing would be trained.")
@@ -169,7 +169,7 @@ def _field_target(
         raise ForgefieldError(
             f"task.{name}: the model has no output of that name; its additional outputs: {available}."
         )
-    per_atom = None if name == DENOISE else getattr(options, "per_atom", None)
+    per_atom = options.per_atom if isinstance(options, FieldTargetOptions) else None
     extensive = output.per == "frame" and output.reduce == "sum"
     return Target(
         name=name,
@@ -204,22 +204,22 @@ def _species_weights(weights: Mapping[str, float] | None, species: tuple[str, ..
         return None
     for symbol, weight in weights.items():
         if symbol not in species:
-            raise ForgefieldError(f"{key} names {symbol}, but the model knows only {', '.join(species)}.")
+            raise ForgefieldError(f"{key} contains {symbol}, but the species of the model are {', '.join(species)}.")
         if weight < 0:
             raise ForgefieldError(f"{key}.{symbol} must not be negative, it is {weight}.")
     return torch.tensor([float(weights.get(symbol, 1.0)) for symbol in species], dtype=torch.float64)
 
 
 def _check_branches(targets: Iterable[str], branches: tuple[str, ...]) -> None:
-    """Raise where the branches of targets are not those of the model."""
+    """Raise ForgefieldError if the branches of targets are not those of the model."""
     named = {name.partition(".")[0] for name in targets if "." in name}
     for branch in sorted(named):
         if branch not in branches:
             available = f"its branches are {', '.join(branches)}" if branches else "it has no branches (model.branches)"
             raise ForgefieldError(f"task.branches.{branch}: the model has no branch of that name; {available}.")
-    lacking = [branch for branch in branches if branch not in named]
-    if named and lacking:
-        raise ForgefieldError(f"task.branches: there is no entry for {lacking[0]}, which is a branch of the model.")
+    missing = [branch for branch in branches if branch not in named]
+    if named and missing:
+        raise ForgefieldError(f"task.branches: there is no entry for {missing[0]}, which is a branch of the model.")
     if named and any("." not in name for name in targets):
         raise ForgefieldError(
             "task: targets can be set for all frames or for each branch (task.branches), but not for both."
@@ -237,9 +237,9 @@ def default_task(labels: Mapping[str, int], hints: Mapping[str, str] | None = No
     )
     if options.energy is None and options.forces is None:
         candidates = [hint for name in ("energy", "forces") if (hint := (hints or {}).get(name))]
-        advice = "; ".join(candidates) or "if they go by unusual names, set data.labels.energy and data.labels.forces"
+        advice = "; ".join(candidates) or "if they have unusual names, set data.labels.energy and data.labels.forces"
         raise ForgefieldError(
-            f"The training data carries neither energies nor forces, so there is nothing to learn; {advice}."
+            f"The training data has neither energies nor forces, so there is nothing to learn; {advice}."
         )
     return options
 
@@ -247,11 +247,11 @@ def default_task(labels: Mapping[str, int], hints: Mapping[str, str] | None = No
 def require_labels(
     targets: Iterable[str], labels: Mapping[str, int], where: str, hints: Mapping[str, str] | None = None
 ) -> None:
-    """Raise for a target without any labelled frame.
+    """Raise ForgefieldError for a target without labelled frames.
 
     labels: number of frames with each label and each field.
     where: which frames, for messages.
-    hints: for labels, a sentence about values of other names that may be them.
+    hints: for labels, a sentence about values with other names that may be the label.
     """
     for name in targets:
         if name == DENOISE:
@@ -263,8 +263,8 @@ def require_labels(
             also = "" if quantity(name) == label else f" or {quantity(name)}"
             hint = (hints or {}).get(label)
             raise ForgefieldError(
-                f"task.{name} is on, but no {where} frame carries {label}{also}; remove task.{name} "
-                f"or name the label with data.labels.{quantity(name)}{f' ({hint})' if hint else ''}."
+                f"task.{name} is set, but no {where} frame has {label}{also}; remove task.{name}, or set the name of the "
+                f"label with data.labels.{quantity(name)}{f' ({hint})' if hint else ''}."
             )
 
 
@@ -272,8 +272,8 @@ def _refuse_field(name: str, labels: Mapping[str, int], where: str) -> NoReturn:
     fields = [label for label in labels if label not in LABELS.values()]
     if name in fields:
         raise ForgefieldError(
-            f"task.{name} is on, but no {where} frame carries {name}; remove task.{name}, or set the name that the source "
-            f"has for it with data.labels.fields.{name}.key."
+            f"task.{name} is set, but no {where} frame has {name}; remove task.{name}, or set its name in the source with "
+            f"data.labels.fields.{name}.key."
         )
     hint = did_you_mean(name, [*TARGETS, *fields])
     available = f"it has the fields {', '.join(fields)}" if fields else "it has no fields"

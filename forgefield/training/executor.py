@@ -6,16 +6,21 @@ frames (`frames_executor.py`) and points of a grid (`ldos/training/executor.py`)
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, ClassVar, Protocol
+from typing import TYPE_CHECKING, Any, ClassVar, Generic, Protocol, TypeVar
 
 import torch
 from torch import Tensor, nn
 
+from forgefield.training.optim.optimisers import Parameters
 from forgefield.training.options import TrainingOptions
 from forgefield.training.trainer import steps_of_fit
 
 if TYPE_CHECKING:
     from forgefield.training.module import TrainingModule
+
+
+TrainBatch = TypeVar("TrainBatch")
+ValBatch = TypeVar("ValBatch")
 
 
 class TaskLike(Protocol):
@@ -24,6 +29,20 @@ class TaskLike(Protocol):
     names: tuple[str, ...]
 
     def report(self, sums: Tensor, counts: Tensor) -> float: ...
+
+    def describe(self) -> list[tuple[str, str]]:
+        """Name and description of each term, for summaries."""
+        ...
+
+
+class EngineLike(Protocol):
+    """How steps are executed."""
+
+    name: str
+
+    def reset(self) -> None:
+        """Discard what was compiled or captured."""
+        ...
 
 
 class ErrorsLike(Protocol):
@@ -38,7 +57,7 @@ class ErrorsLike(Protocol):
     def reset(self) -> None: ...
 
 
-class StepExecutor:
+class StepExecutor(Generic[TrainBatch, ValBatch]):
     """Trains and validates `model` on batches of one kind of samples, on behalf of a `TrainingModule`.
 
     Methods are named after the hooks of Lightning in which they are called. Sums of losses and errors, the average of the
@@ -66,7 +85,7 @@ class StepExecutor:
         """options: the config's `training` section. train_errors, val_errors: accumulators of errors."""
         self.model, self.task, self.options = model, task, options
         self.train_errors, self.val_errors = train_errors, val_errors
-        self.engine: Any = None
+        self.engine: EngineLike | None = None
 
     def attach(self, module: TrainingModule) -> None:
         """Become the executor of a module; called once, at the end of its construction."""
@@ -74,11 +93,11 @@ class StepExecutor:
 
     # ---- batches
 
-    def to_device(self, batch: Any, device: torch.device) -> Any:
+    def to_device(self, batch: TrainBatch | ValBatch, device: torch.device) -> TrainBatch | ValBatch:
         """A batch of the training or validation loader, on the device."""
         return batch
 
-    def after_transfer(self, batch: Any) -> Any:
+    def after_transfer(self, batch: TrainBatch | ValBatch) -> TrainBatch | ValBatch:
         """The batch with what is computed on the device."""
         return batch
 
@@ -91,18 +110,18 @@ class StepExecutor:
 
     def on_train_epoch_start(self) -> None: ...
 
-    def on_train_batch_start(self, batch: Any) -> None: ...
+    def on_train_batch_start(self, batch: TrainBatch) -> None: ...
 
-    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+    def training_step(self, batch: TrainBatch, batch_idx: int) -> Tensor:
         """The loss of a batch, whose sums and errors are added to the module's."""
         raise NotImplementedError
 
-    def on_train_batch_end(self, batch: Any, batch_idx: int) -> None: ...
+    def on_train_batch_end(self, batch: TrainBatch, batch_idx: int) -> None: ...
 
     def on_train_epoch_end(self) -> None: ...
 
     def steps_of_fit(self) -> int:
-        """Optimiser steps of the whole training, -1 where there is no limit."""
+        """Number of optimiser steps of the training; -1 without limit."""
         return steps_of_fit(self.module.trainer)
 
     def precision_changed(self) -> None:
@@ -115,8 +134,8 @@ class StepExecutor:
         """Whether gradients are written to fixed tensors by the engine, so that they are neither zeroed nor accumulated."""
         return False
 
-    def backward(self, loss: Tensor, *args: Any, **kwargs: Any) -> None:
-        loss.backward(*args, **kwargs)
+    def backward(self, loss: Tensor) -> None:
+        loss.backward()
 
     def clips_gradients(self, value: float | None, algorithm: str | None) -> bool:
         """Whether the executor clips gradients, as part of its update; if not, Lightning does."""
@@ -124,7 +143,7 @@ class StepExecutor:
 
     # ---- validation
 
-    def validation_step(self, batch: Any, batch_idx: int) -> None:
+    def validation_step(self, batch: ValBatch, batch_idx: int) -> None:
         """Add the sums and errors of a batch to the module's."""
         raise NotImplementedError
 
@@ -136,7 +155,7 @@ class StepExecutor:
 
     # ---- optimiser and state
 
-    def parameter_groups(self, lr: float) -> list[Any]:
+    def parameter_groups(self, lr: float) -> Parameters:
         """Trained parameters, or groups of them where learning rates differ."""
         return [p for p in self.model.parameters() if p.requires_grad]
 

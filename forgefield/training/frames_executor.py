@@ -26,7 +26,7 @@ from forgefield.training.module import LossMeter, TrainingModule, sums_of_rank
 from forgefield.training.optim import trainable
 from forgefield.training.optim.averages import StochasticAverage, WeightAverage
 from forgefield.training.optim.captured_update import CapturedUpdate
-from forgefield.training.optim.optimisers import build_optimiser
+from forgefield.training.optim.optimisers import Parameters, build_optimiser
 from forgefield.training.optim.update import capture_refusal
 from forgefield.training.options import TrainingOptions
 from forgefield.training.probing import ProbedModule
@@ -58,7 +58,7 @@ class _TargetWeights(MutableMapping[str, float]):
         return len(self.task.names)
 
 
-class FramesExecutor(StepExecutor, ProbedModule):
+class FramesExecutor(StepExecutor[Batch, Batch], ProbedModule):
     """Trains `potential` on `task` with the settings of the config's `training` section.
 
     starter: starts the engine on the first batch; None for the eager engine.
@@ -239,7 +239,7 @@ class FramesExecutor(StepExecutor, ProbedModule):
             self._update is not None and self.module.trainer.accumulate_grad_batches == 1 and not self._splits_batches
         )
 
-    def backward(self, loss: Tensor, *args: Any, **kwargs: Any) -> None:
+    def backward(self, loss: Tensor) -> None:
         if self.keeps_gradients:
             assert isinstance(self.engine, MemoryLimitedEngine)
             assert isinstance(self.engine.inner, GraphsEngine)
@@ -249,7 +249,7 @@ class FramesExecutor(StepExecutor, ProbedModule):
             return
         try:
             with self.module.precision.applied(self.module.precision_now):
-                loss.backward(*args, **kwargs)
+                loss.backward()
         except Exception as error:
             raise_memory_error(error, self._batch)
             raise
@@ -298,7 +298,7 @@ class FramesExecutor(StepExecutor, ProbedModule):
 
     # ---- optimiser, and state beyond weights
 
-    def parameter_groups(self, lr: float) -> list[Any]:
+    def parameter_groups(self, lr: float) -> Parameters:
         factors = self.options.lr_groups
         if not factors and not isinstance(self.weighting, Uncertainty):
             return [p for p in self.potential.parameters() if p.requires_grad]

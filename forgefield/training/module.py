@@ -8,10 +8,16 @@ of metrics is written.
 from __future__ import annotations
 
 import time
-from typing import Any
+from typing import Any, cast
 
 import lightning as L
 import torch
+from lightning.pytorch.utilities.types import (
+    STEP_OUTPUT,
+    LRSchedulerConfigType,
+    OptimizerLRScheduler,
+    OptimizerLRSchedulerConfig,
+)
 from torch import Tensor, nn
 from torch.optim.lr_scheduler import CosineAnnealingLR
 
@@ -19,10 +25,9 @@ from forgefield.errors import ForgefieldError
 from forgefield.parallel.ranks import Ranks, single_process
 from forgefield.parallel.reductions import StepExchange
 from forgefield.tasks.schedules import StepState
-from forgefield.training.executor import StepExecutor, TaskLike
+from forgefield.training.executor import EngineLike, StepExecutor, TaskLike
 from forgefield.training.optim.averages import weight_average
 from forgefield.training.optim.optimisers import (
-    SchedulerDescription,
     build_optimiser,
     build_scheduler,
     fit_length,
@@ -47,7 +52,7 @@ class Throughput:
 
     @property
     def columns(self) -> list[str]:
-        """Keys of what `take` gives."""
+        """Keys of the result of `take`."""
         return ["seconds", *self.samples, *(f"{name}_per_second" for name in self.samples)]
 
     def resume(self) -> None:
@@ -60,7 +65,7 @@ class Throughput:
             self._since = None
 
     def count(self, **counts: int) -> None:
-        """counts: further samples of each kind."""
+        """Add numbers of samples of each kind."""
         self.resume()
         for name in self.samples:
             self._counts[name] += counts[name]
@@ -70,12 +75,12 @@ class Throughput:
         return self._seconds + (time.perf_counter() - self._since if self._since is not None else 0.0)
 
     def per_second(self, name: str) -> float | None:
-        """Rate of one kind of sample; None where nothing was counted, or nothing of that kind is."""
+        """Rate of one kind of sample; None if nothing was counted."""
         count = self._counts.get(name, 0)
         return count / self.seconds if count and self.seconds > 0 else None
 
     def take(self) -> dict[str, float | int | None]:
-        """The counts since the last call, and a fresh start."""
+        """Counts and rates since the last call; resets the counts."""
         row: dict[str, float | int | None] = {"seconds": self.seconds, **self._counts}
         row |= {f"{name}_per_second": self.per_second(name) for name in self.samples}
         running = self._since is not None
@@ -98,7 +103,7 @@ class LossMeter:
         self.sums = self.sums.to(sums.device) + sums
 
     def value(self, sums: Tensor | None = None) -> float:
-        """The loss of all that was added, here or, given its sums, on all ranks; NaN where nothing was."""
+        """The loss of everything that was added, on this rank or, from the sums of all, on all ranks; NaN without labels."""
         sums = self.sums if sums is None else sums
         if not bool((sums[1] > 0).any()):
             return float("nan")
@@ -117,7 +122,7 @@ class TrainingModule(L.LightningModule):
 
     def __init__(
         self,
-        executor: StepExecutor,
+        executor: StepExecutor[Any, Any],
         options: TrainingOptions,
         *,
         monitor: str,
@@ -145,16 +150,16 @@ class TrainingModule(L.LightningModule):
         self._world_size_before: int | None = None
         self._schedule_length: int | None = None
         self._schedule_unit = "epoch"
-        self.schedule: SchedulerDescription | None = None
+        self.schedule: LRSchedulerConfigType | None = None
         """The scheduler of learning rates."""
         executor.attach(self)
 
-    def __setattr__(self, name: str, value: Any) -> None:
-        """Lightning writes down which hook it is in forty times a step, and torch looks each time whether that is a weight."""
+    def __setattr__(self, name: str, value: object) -> None:
+        """Set `_current_fx_name` without torch's test for weights: Lightning sets it forty times per step."""
         if name == "_current_fx_name":
             object.__setattr__(self, name, value)
         else:
-            super().__setattr__(name, value)
+            nn.Module.__setattr__(self, name, cast("nn.Module", value))
 
     @property
     def trained(self) -> nn.Module:
@@ -166,16 +171,18 @@ class TrainingModule(L.LightningModule):
         return self.executor.task
 
     @property
-    def engine(self) -> Any:
+    def engine(self) -> EngineLike | None:
         """How steps are computed; None before the first batch."""
         return self.executor.engine
 
-    def transfer_batch_to_device(self, batch: Any, device: torch.device, dataloader_idx: int) -> Any:
-        """Lightning's own version searches every container again, which takes longer than the transfer."""
-        return self.executor.to_device(batch, device)
+    def transfer_batch_to_device(self, batch: object, device: torch.device, dataloader_idx: int) -> object:
+        """The batch on the device. Lightning's search for tensors in containers takes longer than the transfer."""
+        on_device: object = self.executor.to_device(batch, device)
+        return on_device
 
-    def on_after_batch_transfer(self, batch: Any, dataloader_idx: int) -> Any:
-        return self.executor.after_transfer(batch)
+    def on_after_batch_transfer(self, batch: object, dataloader_idx: int) -> object:
+        complete: object = self.executor.after_transfer(batch)
+        return complete
 
     # ---- training
 
@@ -201,27 +208,30 @@ class TrainingModule(L.LightningModule):
         set_epoch_length(self.trainer, loader)
         self.throughput.resume()
 
-    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+    def on_train_batch_start(self, batch: object, batch_idx: int) -> None:
         self.executor.on_train_batch_start(batch)
 
-    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+    def training_step(self, batch: object, batch_idx: int) -> Tensor:
         return self.executor.training_step(batch, batch_idx)
 
-    def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
+    def on_train_batch_end(self, outputs: STEP_OUTPUT, batch: object, batch_idx: int) -> None:
         self.executor.on_train_batch_end(batch, batch_idx)
 
     def on_train_epoch_end(self) -> None:
         self.executor.on_train_epoch_end()
 
-    def optimizer_zero_grad(self, epoch: int, batch_idx: int, optimizer: Any) -> None:
+    def optimizer_zero_grad(self, epoch: int, batch_idx: int, optimizer: torch.optim.Optimizer) -> None:
         if not self.executor.keeps_gradients:
             super().optimizer_zero_grad(epoch, batch_idx, optimizer)
 
-    def backward(self, loss: Tensor, *args: Any, **kwargs: Any) -> None:
-        self.executor.backward(loss, *args, **kwargs)
+    def backward(self, loss: Tensor, *args: object, **kwargs: object) -> None:
+        self.executor.backward(loss)
 
     def configure_gradient_clipping(
-        self, optimizer: Any, gradient_clip_val: Any = None, gradient_clip_algorithm: str | None = None
+        self,
+        optimizer: torch.optim.Optimizer,
+        gradient_clip_val: float | None = None,
+        gradient_clip_algorithm: str | None = None,
     ) -> None:
         if not self.executor.clips_gradients(gradient_clip_val, gradient_clip_algorithm):
             self.clip_gradients(optimizer, gradient_clip_val, gradient_clip_algorithm)
@@ -249,7 +259,7 @@ class TrainingModule(L.LightningModule):
             self.executor.precision_changed()
 
     def finish_row(self) -> None:
-        """Close a row of metrics: training loss and errors since the last row, and a fresh start for the next."""
+        """Complete a row of metrics: publish training loss and errors since the last row, and reset their sums."""
         loss_sums, error_sums = self._over_ranks(self.train_loss.sums, self.train_errors.sums)
         values = {"train/loss": self.finite_train_loss(loss_sums)}
         values.update({f"train/{name}": value for name, value in self.train_errors.compute(error_sums).items()})
@@ -262,27 +272,27 @@ class TrainingModule(L.LightningModule):
         row, names = self.throughput.take(), self.throughput.samples
         if self.ranks.world_size > 1:
             counts = torch.tensor([row[name] for name in names], dtype=torch.float64, device=self.device)
-            row.update(zip(names, (int(n) for n in self.ranks.all_reduce(counts).tolist())))
             seconds = row["seconds"] or 0.0
-            for name in names:
-                row[f"{name}_per_second"] = row[name] / seconds if row[name] and seconds > 0 else None  # type: ignore[operator]
+            for name, count in zip(names, self.ranks.all_reduce(counts).tolist()):
+                row[name] = int(count)
+                row[f"{name}_per_second"] = count / seconds if count and seconds > 0 else None
         return row
 
     def _publish(self, values: dict[str, float]) -> None:
-        """Make values known to Lightning's callbacks and to whoever writes the row. They are whole already: `log` would make an
-        accumulator of each and move it to the device and back, which takes longer than many steps."""
+        """Pass values to Lightning's callbacks and to the row of metrics. `log` would create an accumulator for each of them
+        and move it to the device and back, which takes longer than many steps."""
         self.latest.update(values)
-        known = {name: torch.tensor(value, dtype=torch.float64) for name, value in values.items()}
-        self.trainer.callback_metrics.update(known)
+        metrics = {name: torch.tensor(value, dtype=torch.float64) for name, value in values.items()}
+        self.trainer.callback_metrics.update(metrics)
 
     def finite_train_loss(self, sums: Tensor | None = None) -> float:
-        """The training loss of all ranks since the last row; stops the run, on all ranks, when it is not a number."""
+        """The training loss of all ranks since the last row. Raises ForgefieldError, on all ranks, if it is not finite."""
         sums = self._over_ranks(self.train_loss.sums)[0] if sums is None else sums
         loss = self.train_loss.value(sums)
         if bool((sums[1] > 0).any()) and not abs(loss) < float("inf"):
             raise ForgefieldError(
-                f"The training loss became {loss} by step {self.trainer.global_step}; the checkpoints before it are good. "
-                "Lower training.lr or set training.clip_norm, then train again with --fresh."
+                f"The training loss is {loss} at step {self.trainer.global_step}; earlier checkpoints are not affected. Lower "
+                "training.lr or set training.clip_norm, then train again with --fresh."
             )
         return loss
 
@@ -290,13 +300,13 @@ class TrainingModule(L.LightningModule):
         """Accumulators added up over ranks, in one message."""
         if self.ranks.world_size == 1:
             return list(sums)
-        total = self.ranks.all_reduce(torch.cat([part.reshape(-1).to(self.device) for part in sums]))
-        parts = total.split([part.numel() for part in sums])
-        return [part.reshape(like.shape) for part, like in zip(parts, sums)]
+        total = self.ranks.all_reduce(torch.cat([one.reshape(-1).to(self.device) for one in sums]))
+        totals = total.split([one.numel() for one in sums])
+        return [one.reshape(like.shape) for one, like in zip(totals, sums)]
 
     # ---- validation
 
-    def validation_step(self, batch: Any, batch_idx: int) -> None:
+    def validation_step(self, batch: object, batch_idx: int) -> None:
         self.executor.validation_step(batch, batch_idx)
 
     def on_validation_epoch_start(self) -> None:
@@ -328,7 +338,7 @@ class TrainingModule(L.LightningModule):
 
     # ---- optimiser
 
-    def configure_optimizers(self) -> Any:
+    def configure_optimizers(self) -> OptimizerLRScheduler:
         lr = self.options.lr * self.lr_factor
         optimiser = build_optimiser(self.options.optimizer, self.executor.parameter_groups(lr), lr=lr)
         self.executor.check_optimiser(optimiser)
@@ -349,8 +359,11 @@ class TrainingModule(L.LightningModule):
             self._schedule_unit = scheduler["interval"]
         self.schedule = scheduler
         # With manual optimisation, schedulers are stepped by the executor; Lightning only stores their state.
-        described = scheduler if self.automatic_optimization else scheduler["scheduler"]
-        return {"optimizer": optimiser, "lr_scheduler": described}
+        configured: OptimizerLRSchedulerConfig = {
+            "optimizer": optimiser,
+            "lr_scheduler": scheduler if self.automatic_optimization else curve,
+        }
+        return configured
 
     # ---- state beyond weights, optimiser and loops
 
@@ -369,8 +382,8 @@ class TrainingModule(L.LightningModule):
         if self.ema is not None:
             self.ema.load_state_dict(state["ema"])
         self._world_size_before = len(state["sums"])
-        own = sums_of_rank(state["sums"], self.ranks)
-        self.train_loss.sums, self.train_errors.sums = own["train_loss"], own["train_errors"]
+        sums = sums_of_rank(state["sums"], self.ranks)
+        self.train_loss.sums, self.train_errors.sums = sums["train_loss"], sums["train_errors"]
         rescale_learning_rates(checkpoint, self.lr_factor / state["lr_factor"])
         self.executor.load_state(state)
 
@@ -395,5 +408,5 @@ def sums_of_rank(stored: list[dict[str, Tensor]], ranks: Ranks) -> dict[str, Ten
     """The sums of this rank. If the number of ranks has changed, rank 0 gets the sums of all."""
     if len(stored) == ranks.world_size:
         return stored[ranks.rank]
-    total = {name: torch.stack([part[name] for part in stored]).sum(0) for name in stored[0]}
+    total = {name: torch.stack([sums[name] for sums in stored]).sum(0) for name in stored[0]}
     return total if ranks.is_rank_zero else {name: torch.zeros_like(tensor) for name, tensor in total.items()}

@@ -8,12 +8,11 @@ from typing import Any
 
 from forgefield.config.nearest import did_you_mean
 from forgefield.config.option import option
-from forgefield.config.refusals import check_choice, wrong
-from forgefield.config.sources import Sources
+from forgefield.config.sources import Sources, check_choice, wrong
 from forgefield.errors import ForgefieldError
 
 FEWEST_KNOTS, MOST_KNOTS = 256, 2**15 - 1
-"""Intervals of a table: with fewer it would be what limits the precision, and kernels number them by 16 bits."""
+"""Limits of the number of intervals of a table: for its precision, and because kernels use 16-bit indices."""
 PRECISIONS = ("float64", "float32", "tf32", "bf16-mixed", "fp16-mixed")
 SCHEDULE = ("start", "finish", "finish_epochs", "finish_steps")
 """Keys of a schedule of precisions."""
@@ -166,25 +165,25 @@ class TrainingOptions:
 
 
 def check_training(training: TrainingOptions, sources: Sources, *, new_model: bool) -> None:
-    """Refuse settings of a training that contradict each other. new_model: whether the model is not taken from a run."""
+    """Raise ForgefieldError for settings that contradict each other. new_model: whether the model does not come from a run."""
     _check_kernels(training, sources)
     for pattern, factor in (training.lr_groups or {}).items():
         if not 0 < factor < float("inf"):
-            hint = f"; what is not to be trained goes into training.freeze=[{pattern}]" if factor == 0 else ""
+            hint = f"; to exclude parameters from the training, use training.freeze=[{pattern}]" if factor == 0 else ""
             raise wrong(sources, f"training.lr_groups.{pattern}", factor, f"a positive factor of training.lr{hint}")
     if training.lora is not None and new_model:
         raise ForgefieldError(
-            f"{sources.where('training.lora')}: 'training.lora' changes the matrices of a trained model (model.from); those of "
-            "a new one are random."
+            f"{sources.where('training.lora')}: 'training.lora' changes the matrices of a trained model (model.from), but this "
+            "model is new."
         )
     _check_swa(training, sources)
     _check_precision(training.precision, sources)
 
 
 def _check_kernels(training: TrainingOptions, sources: Sources) -> None:
-    """Settings of kernels that cannot be used are not ignored."""
-    given, defaults = training.kernels, KernelOptions()
-    if all(getattr(given, key) == getattr(defaults, key) for key in ("radial", "knots", "storage")):
+    """Raise ForgefieldError for settings of kernels that are not used."""
+    kernels, defaults = training.kernels, KernelOptions()
+    if (kernels.radial, kernels.knots, kernels.storage) == (defaults.radial, defaults.knots, defaults.storage):
         return
     for key, value in (
         ("training.derivative", training.derivative),
@@ -195,12 +194,12 @@ def _check_kernels(training: TrainingOptions, sources: Sources) -> None:
                 f"{sources.where('training.kernels')}: 'training.kernels' sets up generated kernels, which {key}={value} does "
                 "not use; leave it out, or set training.derivative=kernels and training.engine=graphs."
             )
-    if given.radial == "exact" and given.knots != defaults.knots:
+    if kernels.radial == "exact" and kernels.knots != defaults.knots:
         raise ForgefieldError(
             f"{sources.where('training.kernels.knots')}: 'training.kernels.knots' are intervals of a table, and "
             "training.kernels.radial=exact makes none; leave one of them out."
         )
-    if given.storage == "bfloat16" and training.precision == "float64":
+    if kernels.storage == "bfloat16" and training.precision == "float64":
         raise ForgefieldError(
             f"{sources.where('training.kernels.storage')}: 'training.kernels.storage=bfloat16' would round what "
             "training.precision=float64 computes; leave one of them out."
@@ -213,12 +212,12 @@ def _check_swa(training: TrainingOptions, sources: Sources) -> None:
         return
     if training.ema is not None:
         raise ForgefieldError(
-            f"{sources.where('training.swa')}: training.swa takes the place of training.ema={training.ema:g}; set "
+            f"{sources.where('training.swa')}: training.swa replaces training.ema={training.ema:g}; set "
             "training.ema=null."
         )
 
 
-def _check_precision(value: Any, sources: Sources) -> None:
+def _check_precision(value: str | dict[str, Any], sources: Sources) -> None:
     key = "training.precision"
     if not isinstance(value, Mapping):
         return

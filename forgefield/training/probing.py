@@ -28,7 +28,7 @@ from forgefield.training.optim.averages import WeightAverage
 
 T = TypeVar("T")
 ModuleOutput = Callable[[str, nn.Module, Any, Any], None]
-"""Called with the name of a submodule, the submodule, a value kept from before its call, and its output."""
+"""Called with the name of a submodule, the submodule, the value of `before`, and its output."""
 
 
 class ProbedModule(ABC):
@@ -133,9 +133,9 @@ def drop_gradients(optimizer: torch.optim.Optimizer) -> None:
 
 
 class OutputHooks:
-    """Calls `look(name, submodule, kept, output)` after every call of a submodule, until `remove` or the end of the `with`.
+    """Calls `look(name, submodule, stored, output)` after every call of a submodule, until `remove` or the end of the `with`.
 
-    before: called with (arguments, keyword arguments) before each of these calls; its result is passed on as `kept`. Only
+    before: called with (arguments, keyword arguments) before each of these calls; its result is passed on as `stored`. Only
     there are the inputs unchanged: some modules modify them in place, or write their results into the batch.
     """
 
@@ -143,13 +143,13 @@ class OutputHooks:
         self, module: nn.Module, look: ModuleOutput, before: Callable[[object, object], object] | None = None
     ) -> None:
         self._handles = []
-        kept: list[object] = []
+        stored: list[object] = []
 
         def hooks_of(name: str) -> tuple[Callable[..., None], Callable[..., None]]:
             def enter(sub: nn.Module, inputs: object, options: object) -> None:
-                kept.append(before(inputs, options) if before is not None else None)
+                stored.append(before(inputs, options) if before is not None else None)
 
-            return enter, lambda sub, inputs, options, output: look(name, sub, kept.pop() if kept else None, output)
+            return enter, lambda sub, inputs, options, output: look(name, sub, stored.pop() if stored else None, output)
 
         for name, sub in module.named_modules():
             if name:
@@ -213,9 +213,9 @@ def frames_of(
         inspected = probed(module)
         shapes = inspected.shapes if inspected is not None else SHAPES
         return [
-            (_frame_name(trainer, int(part["frame_id"][0])), part)
-            for part in _single_frames(dict(batch), shapes)
-            if int(part["frame_id"][0]) >= 0
+            (_frame_name(trainer, int(frame["frame_id"][0])), frame)
+            for frame in _single_frames(dict(batch), shapes)
+            if int(frame["frame_id"][0]) >= 0
         ]
     if hasattr(batch, "to_data_list"):
         collate = type(batch).from_data_list

@@ -67,7 +67,7 @@ def weighting_options(setting: str | Mapping[str, Any] | None) -> SoftAdaptOptio
             raise ForgefieldError(
                 f"{WHERE}.{key} is {value!r}; it must be a {'positive integer' if is_integer else 'finite number'}."
             )
-    return OPTIONS[name](**options)
+    return SoftAdaptOptions(**options) if name == "softadapt" else UncertaintyOptions(**options)
 
 
 def build_weighting(

@@ -9,6 +9,7 @@ energies per atom, eV. A structure and its supercell are at the same place.
 from __future__ import annotations
 
 import os
+import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import islice
@@ -51,6 +52,8 @@ SCORE = "energies_uncertainty_max"
 EMPTY = "The pool is empty: there are no structures to choose from."
 BATCH = 16
 """Frames evaluated together."""
+MESSAGE_S = 15.0
+"""Seconds between messages on progress."""
 DUPLICATE = 0.1
 """Frames closer than this to a training frame are near-duplicates, relative to the typical distance of training frames from
 their nearest neighbours."""
@@ -113,7 +116,7 @@ def select_frames(
         fit_uncertainty(run, data=data, device=device)
     uncertainty, options = load_uncertainty(run), options if options is not None else run.data_options()
     potential = run.load_potential("best", device)
-    describe = _Describer(potential, uncertainty, device)
+    describe = _Describer(potential, uncertainty, device, notify)
     trained = describe.dataset(data.train)
     described = describe.frames(frame for frame, _ in _pool_frames(pool, options))
     if len(described) == 0:
@@ -174,8 +177,10 @@ def _check(
 class _Describer:
     """Computes places in feature space and uncertainties."""
 
-    def __init__(self, potential: Potential, uncertainty: LastLayerUncertainty, device: str) -> None:
-        self.potential, self.uncertainty, self.device = potential, uncertainty, device
+    def __init__(
+        self, potential: Potential, uncertainty: LastLayerUncertainty, device: str, notify: Callable[[str], None]
+    ) -> None:
+        self.potential, self.uncertainty, self.device, self.notify = potential, uncertainty, device, notify
         self.unit = uncertainty.energy_scale * float(uncertainty.about.get("energy_error", 1.0))
 
     def dataset(self, dataset: GraphDataset) -> Described:
@@ -193,8 +198,14 @@ class _Describer:
         return self._joined(batches())
 
     def _joined(self, batches: Iterable[Batch]) -> Described:
+        parts, n_frames, next_message = [], 0, time.monotonic() + MESSAGE_S
         with evaluating(self.potential, self.device) as place:
-            parts = [self._describe(to_device(batch, place)) for batch in batches]
+            for batch in batches:
+                parts.append(self._describe(to_device(batch, place)))
+                n_frames += len(batch["n_atoms"])
+                if time.monotonic() > next_message:
+                    self.notify(f"Evaluated {n_frames} frames ...")
+                    next_message = time.monotonic() + MESSAGE_S
         if not parts:
             return Described(np.zeros((0, 1), dtype=np.float32), np.zeros(0))
         return Described(*(np.concatenate(arrays) for arrays in zip(*parts)))

@@ -146,9 +146,9 @@ def test_kernels_that_are_compiled_side_by_side_are_those_that_are_launched(stor
         monkeypatch.setattr(triton.knobs.compilation, "listener", lambda **about: compiled.append(about["src"].name))
 
     monkeypatch.setattr(nequip_passes, "compile_together", then_listen)
-    monkeypatch.setattr(convolution, "_done", set())
+    monkeypatch.setattr(convolution, "_compiled_keys", set())
     potential = make_potential(precision="float32", **{**MODEL, "num_features": [12, 6, 4]}).cuda().train()
     with Precision(precision).applied(precision):
         Engine(step_function(potential, derivative="kernels", storage=storage)).differentiate(batch(5, 3))
-    assert convolution._done
+    assert convolution._compiled_keys
     assert not [name for name in compiled if name.startswith("convolution")]

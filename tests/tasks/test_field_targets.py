@@ -114,7 +114,7 @@ def test_a_target_that_the_model_does_not_give_is_refused():
 
 
 def test_fields_without_labels_are_refused_with_the_nearest_name():
-    with pytest.raises(ForgefieldError, match=r"task\.gap is on, but no training frame carries gap"):
+    with pytest.raises(ForgefieldError, match=r"task\.gap is set, but no training frame has gap"):
         require_labels(["energy", "gap"], {"energy": 1, "gap": 0}, "training")
     with pytest.raises(ForgefieldError, match=r"no field of that name \(it has the fields gap\).*Did you mean 'gap'"):
         require_labels(["gab"], {"energy": 1, "gap": 2}, "training")

@@ -158,7 +158,7 @@ def test_own_loss_is_named_by_import_path():
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        (TaskOptions(), "no target is on"),
+        (TaskOptions(), "there is no target"),
         (TaskOptions(energy=TargetOptions(weight=0.0)), "every weight is zero"),
         (TaskOptions(forces=TargetOptions(weight=-1.0)), r"task\.forces\.weight"),
         (TaskOptions(forces=TargetOptions(species_weights={"Xe": 2.0})), "Xe"),
@@ -182,7 +182,7 @@ def test_default_task_follows_the_labels():
 
 
 def test_a_target_without_labels_is_refused():
-    with pytest.raises(ForgefieldError, match=r"task\.stress is on"):
+    with pytest.raises(ForgefieldError, match=r"task\.stress is set"):
         require_labels(make_task().names, {"energy": 1, "forces": 1, "stress": 0}, "training")
 
 

@@ -230,7 +230,7 @@ def test_a_config_of_ours_trains_tests_predicts_and_calculates(tmp_path, capsys)
 @pytest.mark.parametrize(
     ("changes", "said"),
     [
-        ({"task": {"energy": {}}}, "gives dipole, atomic_dipole and no energy; write task: {dipole: {}}"),
+        ({"task": {"energy": {}}}, "predicts dipole, atomic_dipole and no energy; write task: {dipole: {}}"),
         ({"task": {"gap": {}}, "data__labels__fields__gap": {"shape": [2]}}, "task.gap: the fitting network of this model"),
         ({"task__dipole__normalise": "none"}, "task.dipole.normalise does not apply: it is part of model.fitting_net"),
         ({"task__dipole__reduce": "mean"}, "task.dipole.reduce does not apply"),
@@ -238,7 +238,7 @@ def test_a_config_of_ours_trains_tests_predicts_and_calculates(tmp_path, capsys)
         ({"model__out_bias": [1.0, 2.0]}, "model.out_bias does not apply: model.fitting_net.type is dipole"),
         ({"model__fitting_net__sel_type": [2]}, "it contains indices of species, from 0 to 1"),
         ({"model__descriptor": {"type": "se_e2_r"}}, "needs directions, but the descriptor has none"),
-        ({"data__labels__fields__dipole": {"shape": [1, 3]}}, "the model gives a value of shape [3] for each frame"),
+        ({"data__labels__fields__dipole": {"shape": [1, 3]}}, "the model predicts a value of shape [3] for each frame"),
     ],
 )  # fmt: skip
 def test_what_does_not_fit_together_is_refused(changes, said, tmp_path):
@@ -254,10 +254,10 @@ def test_a_model_that_starts_from_such_a_run_is_checked_alike(tmp_path):
     refused = [
         (
             {"model__heads": {"dipole": {}}},
-            "model.heads does not apply: the fitting network of this model gives dipole",
+            "model.heads does not apply: the fitting network of this model predicts dipole",
         ),
-        ({"task": {"energy": {}}}, "gives dipole, atomic_dipole and no energy; write task: {dipole: {}}"),
-        ({"task": None}, "gives dipole, atomic_dipole and no energy; write task: {dipole: {}}"),
+        ({"task": {"energy": {}}}, "predicts dipole, atomic_dipole and no energy; write task: {dipole: {}}"),
+        ({"task": None}, "predicts dipole, atomic_dipole and no energy; write task: {dipole: {}}"),
         ({"task__dipole__normalise": "none"}, "task.dipole.normalise does not apply"),
         ({"task__dipole__reduce": "mean"}, "task.dipole.reduce does not apply"),
     ]

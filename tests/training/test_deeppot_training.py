@@ -178,7 +178,9 @@ def test_a_validation_frame_without_a_parameter_is_refused(tmp_path):
     config = tiny_config(tmp_path) | {"model": model}
     config["data"] |= {name: str(tmp_path / f"{name}.extxyz") for name in ("train", "val")}
     config["data"] |= {"labels": {"fields": {"fparam": {"shape": [1]}}}}
-    with pytest.raises(ForgefieldError, match=r"reads fparam, and .*val.extxyz, frame 2 of data.val does not carry it"):
+    with pytest.raises(
+        ForgefieldError, match=r"needs fparam as an input, but .*val.extxyz, frame 2 of data.val does not have it"
+    ):
         train_only(config)
 
 
@@ -187,7 +189,7 @@ def test_a_validation_frame_without_a_parameter_is_refused(tmp_path):
     [
         ({"model__descriptor": {**DESCRIPTOR, "rcut": 3.5, "sel": [3, 60]}}, "needs at least"),
         ({"model__type_map": ["Cu", "Ag"]}, "Au"),
-        ({"loss__start_pref_v": 1.0, "loss__limit_pref_v": 1.0}, "task.virial is on, but no training frame carries"),
+        ({"loss__start_pref_v": 1.0, "loss__limit_pref_v": 1.0}, "task.virial is set, but no training frame has"),
     ],
 )
 def test_what_does_not_fit_the_data_is_said_before_anything_is_trained(

@@ -205,20 +205,20 @@ def test_an_evaluation_moves_copies_always_alike(tmp_path):
 @pytest.mark.parametrize(
     ("task", "sentence"),
     [
-        ({"gap": {"kind": "vector"}}, r"task\.gap\.kind=vector: gap has the shape \[\], and a vector has \[3\]"),
-        ({"alpha": {"kind": "vector"}}, r"alpha has the shape \[3, 3\], and a vector has \[3\]"),
+        ({"gap": {"kind": "vector"}}, r"task\.gap\.kind=vector: gap has the shape \[\], but a vector has \[3\]"),
+        ({"alpha": {"kind": "vector"}}, r"alpha has the shape \[3, 3\], but a vector has \[3\]"),
         (
             {"skew": {"kind": "symmetric"}},
             r"task\.skew\.kind=symmetric: labels of data\.train differ from their transposes",
         ),
-        ({"dipole": {"kind": "vector", "reduce": "max"}}, r"'task\.dipole\.reduce' is sum or mean for a vector"),
+        ({"dipole": {"kind": "vector", "reduce": "max"}}, r"'task\.dipole\.reduce' must be sum or mean for a vector"),
         (
             {"dipole": {"kind": "vector", "normalise": {"mean": 1.0, "scale": 1.0}}},
-            r"'task\.dipole\.normalise\.mean' is 0: any other vector would not turn",
+            r"'task\.dipole\.normalise\.mean' is 0: the mean of an equivariant vector",
         ),
         ({"dipole": {"kind": "vektor"}}, r"'task\.dipole\.kind' is values, vector.* Did you mean 'vector'"),
         ({"energy": {"direct": True}}, r"'task\.energy\.direct' does not apply to energy"),
-        ({"forces": {"net_zero": True}}, r"'task\.forces\.net_zero' is for direct forces"),
+        ({"forces": {"net_zero": True}}, r"'task\.forces\.net_zero' applies to direct forces"),
         ({"denoise": {"sigma": 0}}, r"'task\.denoise\.sigma' is a positive length"),
         ({"denoise": {"share": 1.5}}, r"'task\.denoise\.share' is a share of the frames"),
         ({"denoise": {"sgima": 0.1}}, r"Did you mean 'task\.denoise\.sigma'"),

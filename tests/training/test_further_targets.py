@@ -166,8 +166,8 @@ def constant(path: Path) -> Path:
     ("task", "why"),
     [
         ({"gap": {}}, "all training frames have the same value"),
-        ({"cohesion": {"reduce": "sum"}}, "the composition says it all"),
-        ({"site_charge": {}}, "the species of an atom says it all"),
+        ({"cohesion": {"reduce": "sum"}}, "the composition determines the value"),
+        ({"site_charge": {}}, "the species of an atom determines the value"),
     ],
 )
 def test_a_label_without_spread_is_refused(task, why, tmp_path):
@@ -185,8 +185,8 @@ def test_a_label_without_spread_is_refused(task, why, tmp_path):
             r"task\.site_charge\.reduce does not apply: site_charge has a value for every atom",
         ),
         ({"gap": {"normalise": {"mean": [1, 2], "scale": 1}}}, r"mean does not have the shape of the field, \[\]"),
-        ({"site_charge": {"normalise": {"mean": {"Cu": 1}, "scale": 1}}}, r"the species are Cu, Au, give each a value"),
-        ({"atomic_energy": {}}, r"task\.atomic_energy: a model has an output of that name"),
+        ({"site_charge": {"normalise": {"mean": {"Cu": 1}, "scale": 1}}}, r"but the species are Cu, Au"),
+        ({"atomic_energy": {}}, r"task\.atomic_energy: models have an output of that name"),
         ({"gap": {"weight": 0}}, "every weight is zero"),
     ],
 )
@@ -203,9 +203,7 @@ def test_a_target_that_no_training_frame_has_is_refused(tmp_path):
     made = config(
         tmp_path, task={"gap": {}, "rare": {}}, fields={**PROPERTIES, "rare": {}}, data={"val": {"indices": [3, 4]}}
     )
-    with pytest.raises(
-        ForgefieldError, match=r"task\.rare is on, but no training frame carries rare; remove task\.rare"
-    ):
+    with pytest.raises(ForgefieldError, match=r"task\.rare is set, but no training frame has rare; remove task\.rare"):
         api.train(made)
 
 
@@ -278,10 +276,10 @@ def test_interrupted_run_of_classes_equals_uninterrupted_run(tmp_path, monkeypat
 @pytest.mark.parametrize(
     ("task", "sentence"),
     [
-        ({"kind": {"classes": 3}}, r"frame \d+: its kind is 5, and task\.kind\.classes has 0, 1, 2; correct the label"),
-        ({"kind": {"classes": [1, 2]}}, r"its kind is 5, and task\.kind\.classes has 1, 2"),
-        ({"same": {"classes": "auto"}}, r"all training frames have the label 1, so there is nothing to tell apart"),
-        ({"moduli": {"classes": 3}}, r"a class is one number, and moduli has the shape \[3\]"),
+        ({"kind": {"classes": 3}}, r"frame \d+: its kind is 5, but task\.kind\.classes has 0, 1, 2; correct the label"),
+        ({"kind": {"classes": [1, 2]}}, r"its kind is 5, but task\.kind\.classes has 1, 2"),
+        ({"same": {"classes": "auto"}}, r"all training frames have the label 1, so there is nothing to classify"),
+        ({"moduli": {"classes": 3}}, r"a class is one number, but moduli has the shape \[3\]"),
         ({"kind": {"classes": 1}}, r"'task\.kind\.classes' is a number above 1, a list of different labels, or auto"),
         ({"kind": {"classes": 3, "loss": "mae"}}, r"'task\.kind\.loss' does not apply to classes"),
         ({"kind": {"classes": 3, "reduce": "sum"}}, r"'task\.kind\.reduce' does not apply to classes"),

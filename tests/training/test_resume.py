@@ -289,7 +289,7 @@ def test_changed_data_is_refused(tmp_path):
     words = lines[2].split()
     lines[2] = lines[2].replace(words[1], f"{float(words[1]) + 1e-3:.8f}", 1)
     path.write_text("".join(lines))
-    with pytest.raises(ForgefieldError, match="not the data it was started with"):
+    with pytest.raises(ForgefieldError, match="has changed since it was started"):
         train_only(config, "trainer.max_epochs=4")
 
 

@@ -1,4 +1,4 @@
-"""What the code generator needs to know about a convolution: what a kernel computes (`Kind`), its arguments, and the trilinear
+"""Description of a convolution for the code generator: what a kernel computes (`Kind`), its arguments, and the trilinear
 form (`Form`) with the addresses of blocks and paths and the lists of coefficients.
 
 For one edge and channel a path maps x_i, y_j, w to `sum_ij C_ijk x_i y_j w`. Coefficients that are zero are dropped here, so

@@ -207,12 +207,12 @@ def _write_place(write: _Writer, kind: Kind) -> None:
         write("t2, t3 = 2.0 * t, 3.0 * t * t_last")
 
 
-def _write_harmonics(write: _Writer, form: Form, name: str, wanted: list[int]) -> None:
+def _write_harmonics(write: _Writer, form: Form, name: str, indices: list[int]) -> None:
     n = form.n_harmonics
     if n != TOGETHER:
-        for j in wanted:
+        for j in indices:
             write(f"{name}{j} = tl.load({name} + edge * {n} + {j})")
-    elif wanted:
+    elif indices:
         write(f"of_{name} = tl.load({name} + edge * {n} + tl.arange(0, {n}))")
         _write_halves(write, f"of_{name}", name, n, 0, 1)
 

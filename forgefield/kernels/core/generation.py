@@ -78,7 +78,7 @@ class ArgumentTable:
 
 
 def module_from(source: str) -> types.ModuleType:
-    """A module made of text. Triton reads the source of what it compiles, so the text is registered with `linecache`."""
+    """A module from source text. Triton reads the source of what it compiles, so the text is registered with `linecache`."""
     digest = hashlib.sha256(source.encode()).hexdigest()[:16]
     name = f"forgefield_kernel_{digest}"
     module = types.ModuleType(name)
@@ -96,7 +96,7 @@ def operator(name: str) -> Callable[[Callable[..., Any]], Any]:
 
 
 def launcher(kernel: TritonFunction) -> Launchable:
-    """The kernel as it is launched inside of an operator, such that traces record the launch."""
+    """The kernel in the form for launches inside an operator, which traces record."""
     return kernel if interpreted() else torch.library.wrap_triton(cast(Callable[..., Any], kernel))
 
 

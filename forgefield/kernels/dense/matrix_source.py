@@ -1,8 +1,8 @@
 """The Triton functions behind `matrices.py`, which imports this file when it first launches one: it needs Triton.
 
 make_matrices: all matrices of a network from its weights. matrices_to_weights: cotangents of the weights and, in parts, of the
-embedding from those of the matrices. add_embedding: the sum of these parts. Programs find what they have to do in a table of
-whole numbers, one row for each (`Programs` of `matrices.py`); `places` says where the weights of a part begin.
+embedding from those of the matrices. add_embedding: the sum of these parts. Programs read their task from a table of integers,
+one row each (`Programs` of `matrices.py`); `places` has the offsets of the weights of every matrix.
 """
 
 from __future__ import annotations
@@ -70,7 +70,8 @@ def make_matrices(
 
 @triton.jit
 def put(out, packed, total, length, row, column, kind, rows, width, n_kinds, inside):
-    """Numbers of the matrix of this kind, float64, to where they lie: rounded as they are, transposed, and in two parts."""
+    """Store numbers of the matrix of a species, float64: rounded, and packed, transposed and not, as leading bits and
+    remainder."""
     single = total.to(out.dtype.element_ty)
     high = single
     if out.dtype.element_ty == tl.float32:  # to the nearest number of tensor cores

@@ -1,12 +1,12 @@
-"""Triton kernels of a training step of a multilayer perceptron: a layer forwards, a layer backwards, Adam on a layer.
+"""Triton kernels of a training step of a multilayer perceptron: forward and backward pass of a layer, Adam on a layer.
 
-Imported only where Triton is there. Every matrix that a kernel reads is padded to whole tiles with zeros, so that no load is
-masked: rows of points to `ROWS`, columns to `COLUMNS`. Points that only fill up have slope 0, and nothing is added in an order
-that depends on timing: a sum over points is made by one program, or kept apart for each tile of points.
+Imported only if Triton is installed. Every matrix that a kernel reads is padded to complete tiles with zeros, so that no load
+is masked: rows of points to `ROWS`, columns to `COLUMNS`. Padding points have slope 0. The order of sums does not depend on
+timing: a sum over points is computed by one program, or separately for each tile of points.
 
-Tensor cores take factors of tf32 only where the index that is summed over runs fastest. Where TRANSPOSED, what is summed over
-its rows later is therefore also stored transposed by the kernel that makes it (arguments that end in `_t`). They also cut
-factors off; where ROUNDS, factors are rounded to the nearest number of tf32 when they are stored: half the error, and no bias.
+Tensor cores accept factors of tf32 only if the summed index is contiguous. With TRANSPOSED, matrices that are later summed
+over their rows are therefore also stored transposed (arguments that end in `_t`). Tensor cores truncate factors; with ROUNDS,
+factors are rounded to the nearest tf32 number when they are stored: half the error, and no bias.
 """
 
 from __future__ import annotations

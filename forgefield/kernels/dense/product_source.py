@@ -1,8 +1,8 @@
 """The Triton functions behind `products.py`, which imports this file when it first launches one: it needs Triton.
 
 multiply: products of blocks with matrices. contract, add_parts: gradients of matrices, in chunks, and their sums. sort_kinds:
-atoms by species. A program reads what it has to do from a table of whole numbers, one row for each product, so that there is
-one function for the layers of all models.
+atoms by species. A program reads its task from a table of integers, one row for each product, so that one function serves the
+layers of all models.
 """
 
 from __future__ import annotations
@@ -113,7 +113,7 @@ def multiply(
             b_line = k[:, None] + column[None, :] * b_pitch
             b_known = (k < limit)[:, None] & known[None, :]
             b = tl.load(matrices + from_b + b_line, mask=b_known, other=0.0)
-            # b: leading bits of float32, with the rest `low` numbers behind
+            # b: leading bits of float32; the remainders follow after `low` numbers
             if split:
                 from_low = from_b + low
                 if aligned:
@@ -126,7 +126,7 @@ def multiply(
                 b = b + b_low if split else b
                 total = tl.dot(a, b, total, input_precision="ieee", out_dtype=fields.dtype.element_ty)
             else:
-                # of what is longer tensor cores would cut off the end
+                # tensor cores would truncate longer numbers
                 a_high = ((a.to(tl.int32, bitcast=True) + 0x1000) & -0x2000).to(tl.float32, bitcast=True)
                 if precision == "tf32x3":
                     part = tl.dot(a - a_high, b, input_precision="tf32")

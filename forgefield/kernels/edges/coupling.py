@@ -17,7 +17,7 @@ from forgefield.kernels.core.runtime import can_launch
 from forgefield.kernels.edges import coupling_source
 from forgefield.kernels.edges.coupling_source import (
     ARGUMENTS,
-    PLACES,
+    FACTORS,
     WEIGHT,
     Coupling,
     coupling_of_key,
@@ -72,62 +72,62 @@ def _plain_couple(first: Tensor, second: Tensor, third: Tensor, place: int, key:
     return reference_coupling(coupling_of_key(key), place, first, second, third)
 
 
-def _empty(first: Tensor, second: Tensor, third: Tensor, place: int, key: str) -> Tensor:
-    size = coupling_of_key(key).size(place)
-    return first.new_empty((size, third.shape[2]) if place == WEIGHT else (size, *third.shape[1:]))
+def _empty(first: Tensor, second: Tensor, third: Tensor, factor: int, key: str) -> Tensor:
+    size = coupling_of_key(key).size(factor)
+    return first.new_empty((size, third.shape[2]) if factor == WEIGHT else (size, *third.shape[1:]))
 
 
 _couple.register_fake(_empty)
 _plain_couple.register_fake(_empty)
 
 
-def _launched(form: Coupling, place: int, *given: Tensor) -> Tensor:
-    n_atoms, channels = given[2].shape[1:]
-    factors = dict(zip((name for name in PLACES if name != PLACES[place]), given))
-    if place == WEIGHT:
-        few = sum(form.sizes) <= 27 and given[0].dtype == torch.float32
+def _launched(form: Coupling, factor: int, *tensors: Tensor) -> Tensor:
+    n_atoms, channels = tensors[2].shape[1:]
+    factors = dict(zip((name for name in FACTORS if name != FACTORS[factor]), tensors))
+    if factor == WEIGHT:
+        few = sum(form.sizes) <= 27 and tensors[0].dtype == torch.float32
         block = 64 if channels > 32 and few else 32  # all components are held in registers
-        parts = given[0].new_empty((PARTS, form.size(place), channels))
-        kernel = launcher(coupling_kernel(form, place, channels, block))
-        arguments = _arguments(place, factors, parts, n_atoms)
+        parts = tensors[0].new_empty((PARTS, form.size(factor), channels))
+        kernel = launcher(coupling_kernel(form, factor, channels, block))
+        arguments = _arguments(factor, factors, parts, n_atoms)
         kernel[(PARTS, -(-channels // block))](**arguments, num_warps=1, num_stages=1)
         return parts.sum(0)
-    out = given[0].new_empty((form.size(place), n_atoms, channels))
+    out = tensors[0].new_empty((form.size(factor), n_atoms, channels))
     if isinstance(n_atoms, torch.SymInt) or n_atoms:
-        kernel = launcher(coupling_kernel(form, place, channels, BLOCK))
-        arguments = _arguments(place, factors, out, n_atoms)
+        kernel = launcher(coupling_kernel(form, factor, channels, BLOCK))
+        arguments = _arguments(factor, factors, out, n_atoms)
         kernel[((n_atoms * channels + BLOCK - 1) // BLOCK,)](**arguments, num_warps=BLOCK // 32, num_stages=1)
     return out
 
 
-def _arguments(place: int, factors: dict[str, Tensor], out: Tensor, n_atoms: int) -> LaunchArguments:
-    """The factor at `place` is not read."""
-    given = {**factors, "out": out, "n_atoms": n_atoms}
-    used = [name for name in ARGUMENTS if name != PLACES[place]]
-    return ARGUMENTS.bind("couple", given, unused=next(reversed(factors.values())), used=used)
+def _arguments(factor: int, factors: dict[str, Tensor], out: Tensor, n_atoms: int) -> LaunchArguments:
+    """The computed factor is not read."""
+    values = {**factors, "out": out, "n_atoms": n_atoms}
+    used = [name for name in ARGUMENTS if name != FACTORS[factor]]
+    return ARGUMENTS.bind("couple", values, unused=next(reversed(factors.values())), used=used)
 
 
 @lru_cache(maxsize=128)
-def coupling_kernel(form: Coupling, place: int, channels: int, block: int) -> Any:
+def coupling_kernel(form: Coupling, factor: int, channels: int, block: int) -> Any:
     """The Triton function; compiled when it is first launched."""
-    return module_from(write_coupling(form, place, channels, block)).couple
+    return module_from(write_coupling(form, factor, channels, block)).couple
 
 
-def reference_coupling(form: Coupling, place: int, *given: Tensor) -> Tensor:
+def reference_coupling(form: Coupling, factor: int, *tensors: Tensor) -> Tensor:
     """The same by reference operations, one path after the other."""
-    shape = given[2].shape[1:]
-    out = given[0].new_zeros((form.size(place), *(shape[1:] if place == WEIGHT else shape)))
-    whole = list(given)
-    whole.insert(place, out)
+    shape = tensors[2].shape[1:]
+    out = tensors[0].new_zeros((form.size(factor), *(shape[1:] if factor == WEIGHT else shape)))
+    all_factors = list(tensors)
+    all_factors.insert(factor, out)
     for n, path in enumerate(form.paths):
         for i, j, k, value in path.terms():
             at = (n, i, j, k)
-            factors = [whole[other][at[other]] for other in range(4) if other != place]
+            factors = [all_factors[number][at[number]] for number in range(4) if number != factor]
             term = value * factors[0] * factors[1] * factors[2]
-            out[at[place]] += term.sum(0) if place == WEIGHT else term
+            out[at[factor]] += term.sum(0) if factor == WEIGHT else term
     return out
 
 
 def mark() -> str:
-    """What keys have as `code`."""
+    """The entry `code` of keys."""
     return mark_of_code(coupling_source, _launched)

@@ -1,10 +1,10 @@
 """Writes Triton code for couplings of two sets of components of every atom and channel to a third, with a weight for each path.
 
-All come from one form, linear in each of its four places,
+All are derivatives of one form, linear in each of its four factors,
 
     F = sum over paths n and components of  C[i, j, k] w[n, c] x[i, a, c] y[j, a, c] z[k, a, c]
 
-with Clebsch-Gordan coefficients C as literals. A coupling is the derivative of F in one place, and so are all its derivatives.
+with Clebsch-Gordan coefficients C as literals. A coupling is the derivative of F by one factor, and so are all its derivatives.
 """
 
 from __future__ import annotations
@@ -19,14 +19,14 @@ from torch.utils._python_dispatch import _disable_current_modes
 from forgefield.kernels.core.generation import ArgumentTable
 from forgefield.ops.harmonics import clebsch_gordan
 
-WEIGHT, PLACES = 0, ("w", "x", "y", "z")
+WEIGHT, FACTORS = 0, ("w", "x", "y", "z")
 """Factors of the form: weights, and the three sets of components."""
 ARGUMENTS = ArgumentTable(
     w="(paths, channels), weights",
     x="(components, n_atoms, channels)",
     y="(components, n_atoms, channels)",
     z="(components, n_atoms, channels)",
-    out="the factor that is computed; of weights a part for every program, (programs, paths, channels)",
+    out="the factor that is computed; for weights a partial sum of every program, (programs, paths, channels)",
     n_atoms="number of atoms",
 )
 """Arguments of every kernel of this family; that of the computed factor is not read."""
@@ -34,7 +34,7 @@ ARGUMENTS = ArgumentTable(
 
 @dataclass(frozen=True)
 class CoupledPath:
-    """Degrees of what it couples, and where the components of each begin."""
+    """Degrees of the coupled components, and the offsets of the components of each."""
 
     l1: int
     first_x: int
@@ -45,7 +45,7 @@ class CoupledPath:
 
     def terms(self) -> list[tuple[int, int, int, float]]:
         """(i, j, k, value) of the form. Results have the norm that features of unit variance give them."""
-        with _disable_current_modes():  # it may be asked for first during a trace
+        with _disable_current_modes():  # the first call may be during a trace
             values = (clebsch_gordan(self.l1, self.l2, self.l3) * (2 * self.l3 + 1) ** 0.5).tolist()
         return [
             (self.first_x + i, self.first_y + j, self.first_z + k, value)
@@ -58,17 +58,17 @@ class CoupledPath:
 
 @dataclass(frozen=True)
 class Coupling:
-    """sizes: numbers of components in the places x, y and z."""
+    """sizes: numbers of components of the factors x, y and z."""
 
     paths: tuple[CoupledPath, ...]
     sizes: tuple[int, int, int]
 
-    def size(self, place: int) -> int:
-        return len(self.paths) if place == WEIGHT else self.sizes[place - 1]
+    def size(self, factor: int) -> int:
+        return len(self.paths) if factor == WEIGHT else self.sizes[factor - 1]
 
 
 def key_of_coupling(paths: Sequence[CoupledPath], sizes: Sequence[int], code: str) -> str:
-    """A line from which any process makes the coupling again. code: a mark of how kernels are written."""
+    """A line of JSON from which any process can rebuild the coupling. code: a hash of the code generator."""
     rows = [[p.l1, p.first_x, p.l2, p.first_y, p.l3, p.first_z] for p in paths]
     return json.dumps({"paths": rows, "sizes": list(sizes), "code": code}, separators=(",", ":"))
 
@@ -79,19 +79,19 @@ def coupling_of_key(key: str) -> Coupling:
     return Coupling(tuple(CoupledPath(*row) for row in content["paths"]), tuple(content["sizes"]))
 
 
-def write_coupling(form: Coupling, place: int, channels: int, block: int) -> str:
-    """Source of a module with the kernel `couple(w, x, y, z, out, n_atoms)`, which makes what belongs in `place`.
+def write_coupling(form: Coupling, factor: int, channels: int, block: int) -> str:
+    """Source of a module with the kernel `couple(w, x, y, z, out, n_atoms)`, which computes the factor number `factor`.
 
-    Of weights it makes a part for every program, (programs, paths, channels): its grid is (programs, chunks of channels). In
-    other places its grid is (n_atoms x channels / block,).
+    For weights it computes a partial sum of every program, (programs, paths, channels), with the grid (programs, chunks of
+    channels). For other factors its grid is (n_atoms x channels / block,).
     """
-    body = _of_weights(form, channels, block) if place == WEIGHT else _of_components(form, place, channels, block)
+    body = _of_weights(form, channels, block) if factor == WEIGHT else _of_components(form, factor, channels, block)
     lines = ["import triton", "import triton.language as tl", "", ""]
     lines += ["@triton.jit(do_not_specialize=['n_atoms'])", f"def couple({ARGUMENTS.signature}):"]
     return "\n".join([*lines, *_indented(body)]) + "\n"
 
 
-def _of_components(form: Coupling, place: int, channels: int, block: int) -> list[str]:
+def _of_components(form: Coupling, factor: int, channels: int, block: int) -> list[str]:
     lines = [
         f"plane = tl.cast(n_atoms, tl.int64) * {channels}",
         f"at = tl.program_id(0).to(tl.int64) * {block} + tl.arange(0, {block})",
@@ -99,9 +99,9 @@ def _of_components(form: Coupling, place: int, channels: int, block: int) -> lis
         f"c = at % {channels}",
     ]
     lines += [f"w{n} = tl.load(w + {n * channels} + c, mask=inside, other=0.0)" for n in range(len(form.paths))]
-    lines += _loads(form, [other for other in (1, 2, 3) if other != place], "at", "inside")
-    result = PLACES[place]
-    lines += [f"o{i} = tl.zeros([{block}], w.dtype.element_ty)" for i in range(form.size(place))]
+    lines += _loads(form, [other for other in (1, 2, 3) if other != factor], "at", "inside")
+    result = FACTORS[factor]
+    lines += [f"o{i} = tl.zeros([{block}], w.dtype.element_ty)" for i in range(form.size(factor))]
     for n, path in enumerate(form.paths):
         by_result: dict[int, list[str]] = {}
         for i, j, k, value in path.terms():
@@ -109,7 +109,7 @@ def _of_components(form: Coupling, place: int, channels: int, block: int) -> lis
             number = int(factors.pop(result)[1:])
             by_result.setdefault(number, []).append(f"{value!r} * " + " * ".join(factors.values()))
         lines += [f"o{number} += w{n} * ({_sum(terms)})" for number, terms in by_result.items()]
-    return [*lines, *(f"tl.store(out + {i} * plane + at, o{i}, mask=inside)" for i in range(form.size(place)))]
+    return [*lines, *(f"tl.store(out + {i} * plane + at, o{i}, mask=inside)" for i in range(form.size(factor)))]
 
 
 def _of_weights(form: Coupling, channels: int, block: int) -> list[str]:
@@ -130,11 +130,11 @@ def _of_weights(form: Coupling, channels: int, block: int) -> list[str]:
     return [*lines, *(f"tl.store({row} + {n * channels} + c, o{n}, mask=inside)" for n in range(len(form.paths)))]
 
 
-def _loads(form: Coupling, places: Iterable[int], at: str, inside: str) -> list[str]:
+def _loads(form: Coupling, factors: Iterable[int], at: str, inside: str) -> list[str]:
     return [
-        f"{PLACES[place]}{i} = tl.load({PLACES[place]} + {i} * plane + {at}, mask={inside}, other=0.0)"
-        for place in places
-        for i in range(form.size(place))
+        f"{FACTORS[factor]}{i} = tl.load({FACTORS[factor]} + {i} * plane + {at}, mask={inside}, other=0.0)"
+        for factor in factors
+        for i in range(form.size(factor))
     ]
 
 

@@ -69,70 +69,72 @@ class _Form:
     def wants_harmonics(self, needed: bool) -> bool:
         return needed and not (self.switch is not None and self.switch.off)
 
-    def reference_second(self, *given: Tensor) -> tuple[Tensor, ...]:
-        reference = ReferenceEdges(self.edges.index, self.edges.count, given[-1].shape[1], self.shared)
-        return getattr(reference, f"{self.name}_double_backward")(*given)
+    def reference_second(self, *inputs: Tensor) -> tuple[Tensor, ...]:
+        reference = ReferenceEdges(self.edges.index, self.edges.count, inputs[-1].shape[1], self.shared)
+        return getattr(reference, f"{self.name}_double_backward")(*inputs)
 
 
 class _Values(torch.autograd.Function):
     """Values of a form of tensors, the last of which are the harmonics."""
 
     @staticmethod
-    def forward(ctx, form: _Form, *given: Tensor) -> Tensor:
+    def forward(ctx, form: _Form, *inputs: Tensor) -> Tensor:
         ctx.form = form
-        ctx.save_for_backward(*given)
-        return form("", *given)
+        ctx.save_for_backward(*inputs)
+        return form("", *inputs)
 
     @staticmethod
     def backward(ctx, grad: Tensor):
-        wanted = ctx.form.wants_harmonics(ctx.needs_input_grad[-1])
-        return None, *_Cotangents.apply(ctx.form, wanted, grad, *ctx.saved_tensors)
+        of_harmonics = ctx.form.wants_harmonics(ctx.needs_input_grad[-1])
+        return None, *_Cotangents.apply(ctx.form, of_harmonics, grad, *ctx.saved_tensors)
 
 
 class _Cotangents(torch.autograd.Function):
     """Cotangents of the inputs of the values; None for harmonics where these are not requested."""
 
     @staticmethod
-    def forward(ctx, form: _Form, of_harmonics: bool, grad: Tensor, *given: Tensor) -> tuple[Tensor | None, ...]:
+    def forward(ctx, form: _Form, of_harmonics: bool, grad: Tensor, *inputs: Tensor) -> tuple[Tensor | None, ...]:
         ctx.form = form
         ctx.set_materialize_grads(False)
-        ctx.save_for_backward(grad, *given)
-        *others, to_y = form("_backward", grad, *given, of_harmonics)
-        return *others, to_y if of_harmonics else None
+        ctx.save_for_backward(grad, *inputs)
+        *cotangents, to_y = form("_backward", grad, *inputs, of_harmonics)
+        return *cotangents, to_y if of_harmonics else None
 
     @staticmethod
     def backward(ctx, *along: Tensor | None):
-        _, *given = ctx.saved_tensors
-        directions = [torch.zeros_like(of) if part is None else part for part, of in zip(along, given)]
-        wanted = ctx.form.wants_harmonics(ctx.needs_input_grad[-1])
-        return None, None, *_Second.apply(ctx.form, wanted, *directions, *ctx.saved_tensors)
+        _, *inputs = ctx.saved_tensors
+        directions = [
+            torch.zeros_like(tensor) if direction is None else direction for direction, tensor in zip(along, inputs)
+        ]
+        of_harmonics = ctx.form.wants_harmonics(ctx.needs_input_grad[-1])
+        return None, None, *_Second.apply(ctx.form, of_harmonics, *directions, *ctx.saved_tensors)
 
 
 class _Second(torch.autograd.Function):
     """Cotangents of the inputs of `_Cotangents`, along directions of its outputs."""
 
     @staticmethod
-    def forward(ctx, form: _Form, of_harmonics: bool, *given: Tensor) -> tuple[Tensor | None, ...]:
+    def forward(ctx, form: _Form, of_harmonics: bool, *inputs: Tensor) -> tuple[Tensor | None, ...]:
         ctx.form, ctx.of_harmonics = form, of_harmonics
-        ctx.save_for_backward(*given)
-        *others, to_y = form("_double_backward", *given, of_harmonics)
-        return *others, to_y if of_harmonics else None
+        ctx.save_for_backward(*inputs)
+        *cotangents, to_y = form("_double_backward", *inputs, of_harmonics)
+        return *cotangents, to_y if of_harmonics else None
 
     @staticmethod
     def backward(ctx, *cotangents: Tensor | None):
         """By reference operations, which can be differentiated any number of times."""
         again = torch.is_grad_enabled()
         with torch.enable_grad():
-            given = [tensor.view_as(tensor) for tensor in ctx.saved_tensors]  # one may have been computed from another
+            inputs = [tensor.view_as(tensor) for tensor in ctx.saved_tensors]  # one may have been computed from another
             pairs = [
                 (output, along)
-                for output, along in zip(ctx.form.reference_second(*given), cotangents)
+                for output, along in zip(ctx.form.reference_second(*inputs), cotangents)
                 if along is not None and output.requires_grad
             ]
             outputs, along = [output for output, _ in pairs], [along for _, along in pairs]
-            inputs = [tensor for tensor in given if tensor.requires_grad]
-            gradients = iter(torch.autograd.grad(outputs, inputs, along, create_graph=again, allow_unused=True))
-        return None, None, *(next(gradients) if tensor.requires_grad else None for tensor in given)
+            differentiable = [tensor for tensor in inputs if tensor.requires_grad]
+            gradients = iter(torch.autograd.grad(outputs, differentiable, along, create_graph=again, allow_unused=True))
+        return None, None, *(next(gradients) if tensor.requires_grad else None for tensor in inputs)
 
 
 # ---- launches
@@ -242,8 +244,8 @@ def _environment_double_backward(
     """Cotangents of grad, weights and harmonics."""
     if not can_launch(weights):
         reference = _reference(destination, pointers, harmonics, shared)
-        given = (along_weights, along_harmonics, grad, weights, harmonics)
-        return _requested(reference.environment_double_backward(*given), of_harmonics)
+        inputs = (along_weights, along_harmonics, grad, weights, harmonics)
+        return _requested(reference.environment_double_backward(*inputs), of_harmonics)
     of = edge_pass(False, 2, of_harmonics, weights, harmonics, shared)
     out, to_w, to_y = _room(of, weights, pointers), torch.empty_like(weights), _parts(of, harmonics)
     tensors = {"aw": along_weights, "ay": along_harmonics, "q": grad, "w": weights, "y": harmonics}
@@ -303,8 +305,8 @@ def _project_double_backward(
     """Cotangents of grad, rows, weights and harmonics."""
     if not can_launch(weights):
         reference = _reference(destination, pointers, harmonics, shared)
-        given = (along_rows, along_weights, along_harmonics, grad, rows, weights, harmonics)
-        return _requested(reference.project_double_backward(*given), of_harmonics)
+        inputs = (along_rows, along_weights, along_harmonics, grad, rows, weights, harmonics)
+        return _requested(reference.project_double_backward(*inputs), of_harmonics)
     of = edge_pass(True, 2, of_harmonics, weights, harmonics, shared)
     to_p, out, to_w = (torch.empty_like(tensor) for tensor in (grad, rows, weights))
     to_y = _parts(of, harmonics)
@@ -338,7 +340,7 @@ def _empty(tensors: tuple[Tensor, ...], of_harmonics: bool) -> Any:
     return _requested(tuple(tensor.new_empty(tensor.shape) for tensor in tensors), of_harmonics)
 
 
-_environment_backward.register_fake(lambda grad, w, y, wanted, *rest: _empty((w, y), wanted))
-_environment_double_backward.register_fake(lambda aw, ay, *given: _empty(given[:3], given[3]))
-_project_backward.register_fake(lambda grad, q, w, y, wanted, *rest: _empty((q, w, y), wanted))
-_project_double_backward.register_fake(lambda aq, aw, ay, *given: _empty(given[:4], given[4]))
+_environment_backward.register_fake(lambda grad, w, y, of_harmonics, *rest: _empty((w, y), of_harmonics))
+_environment_double_backward.register_fake(lambda aw, ay, *others: _empty(others[:3], others[3]))
+_project_backward.register_fake(lambda grad, q, w, y, of_harmonics, *rest: _empty((q, w, y), of_harmonics))
+_project_double_backward.register_fake(lambda aq, aw, ay, *others: _empty(others[:4], others[4]))

@@ -1,7 +1,7 @@
-"""Many tensors filled by one launch, of any types, each from a source that may be shorter and elsewhere every time.
+"""Copies into many tensors of any types in one launch, each from a source that may be shorter and at another address every
+time.
 
-Where sources lie and how long they are is written to the device before every launch, and that is all the host has to do: the
-launch itself can be part of a captured graph.
+Addresses and lengths of the sources are written to the device before every launch, which can be part of a captured graph.
 """
 
 from __future__ import annotations
@@ -14,16 +14,16 @@ import torch
 from torch import Tensor
 
 BLOCK = 1024
-"""Words that one program copies."""
+"""Elements that a program copies."""
 
 
 class Copies:
-    """to: tensors to be filled. rest: tensors like these, from which everything behind the end of a source is filled. All lie
-    in one piece on one device, and their numbers have at most 8 bytes."""
+    """to: tensors to fill. rest: tensors like these, from which everything after the end of a source is copied. All are
+    contiguous and on one device, and their elements have at most 8 bytes."""
 
     def __init__(self, to: Sequence[Tensor], rest: Sequence[Tensor]) -> None:
         if any(tensor.element_size() > 8 for tensor in to):
-            raise ValueError("numbers of more than 8 bytes are not copied")
+            raise ValueError("elements of more than 8 bytes are not supported")
         self._alive = (tuple(to), tuple(rest))
         self.lengths = [tensor.numel() for tensor in to]
         device = to[0].device
@@ -36,13 +36,13 @@ class Copies:
         self._numbers = bytearray(8 * len(self._sources))
         self._on_host = torch.frombuffer(self._numbers, dtype=torch.int64)
 
-    def aim(self, numbers: Sequence[int]) -> None:
-        """Address and length of every source in turn, in numbers of its type. Sources have to live until the launch is under
-        way."""
+    def set_sources(self, numbers: Sequence[int]) -> None:
+        """Set address and length, in elements, of every source in turn. Sources must stay alive until the launch has
+        started."""
         if any(length > most for length, most in zip(numbers[1::2], self.lengths)):
             raise ValueError(f"sources of lengths {numbers[1::2]} do not fit into tensors of lengths {self.lengths}")
         struct.pack_into(f"{len(numbers)}q", self._numbers, 0, *numbers)
-        # The driver keeps what it copies from ordinary memory before it returns, so the next call may overwrite it.
+        # The driver copies pageable memory to a staging buffer before it returns, so the next call may overwrite it.
         self._sources.copy_(self._on_host, non_blocking=True)
 
     def launch(self) -> None:

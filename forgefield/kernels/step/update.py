@@ -1,10 +1,10 @@
-"""A step of Adam or AdamW for all weights in one launch, with the average of the weights; one more where gradients are clipped
-by their norm.
+"""A step of Adam or AdamW for all weights in one launch, including the average of the weights; a second launch if gradients are
+clipped by their norm.
 
-What torch's fused optimisers compute, to rounding. Those give 65536 numbers to a block of threads, so that a million weights
-keep few processors busy, and for long; here a program has 1024. Gradients are clipped as they are read and stay as they are.
-Numbers that change from step to step lie on the device: learning rates, counts of steps, the share of the weights in their
-average, and whether the step is to be left out.
+The result is that of PyTorch's fused optimisers, to rounding. Those assign 65536 numbers to a block of threads, so that a
+million weights occupy few processors; here a program has 1024. Gradients are clipped when they are read and are not modified.
+Numbers that change from step to step are on the device: learning rates, step counts, the share of the weights in their
+average, and whether to skip the step.
 """
 
 from __future__ import annotations
@@ -18,19 +18,20 @@ import torch
 from torch import Tensor
 
 BLOCK = 1024
-"""Numbers that one program updates."""
+"""Numbers that a program updates."""
 SUMMED = 4096
-"""Numbers of a gradient that one program squares and adds at a time."""
+"""Numbers of a gradient that a program squares and sums at a time."""
 PARTS = 512
-"""Sums of squares are made in about so many parts: every program of the update reads them all."""
+"""Approximate number of partial sums of squares: every program of the update reads them all."""
 LANES = 256
-"""Parts, or counts, that are read at a time; not fewer than a program has threads."""
+"""Partial sums, or counts, that are read at a time; at least the number of threads of a program."""
 WARPS = 4
 
 
 @dataclass(frozen=True)
 class Group:
-    """Settings of some weights, as torch names them. rate: float32, on the device. decoupled: weights decay as in AdamW."""
+    """Settings of a group of weights, with PyTorch's names. rate: float32, on the device. decoupled: weight decay as in
+    AdamW."""
 
     rate: Tensor
     betas: tuple[float, float]
@@ -39,7 +40,7 @@ class Group:
     decoupled: bool
 
     def numbers(self) -> tuple[float, ...]:
-        """What the kernel reads of a group."""
+        """Numbers of a group that the kernel reads."""
         (first, second), decay = self.betas, self.weight_decay
         decays = (0.0, decay) if self.decoupled else (decay, 0.0)
         return (1 - first, 1 - second, _log(first), _log(second), self.eps, *decays)
@@ -47,8 +48,8 @@ class Group:
 
 @dataclass(frozen=True)
 class Weight:
-    """A tensor of weights with all that belongs to it, float32, in one piece and of the same shape. count: of steps so far, one
-    number. Without a gradient there is no state either, and only the average follows the weights."""
+    """A tensor of weights with its state, float32, contiguous and of the same shape. count: number of steps so far, a scalar.
+    Without a gradient there is no state, and only the average is updated."""
 
     weight: Tensor
     average: Tensor | None = None
@@ -62,9 +63,9 @@ class Weight:
 class AdamStep:
     """A step over tensors whose addresses do not change: it can be captured.
 
-    share: of the weights in their average, float32. found_inf: 1 where the step is to be left out, counts and average included.
-    clip: the largest norm of all gradients together, or the largest size of a number ("norm", "value"). It has to be built, and
-    `compile` called, before a capture. All of its tables lie on the device for as long as it lives.
+    share: of the weights in their average, float32. found_inf: 1 to skip the step, including counts and average. clip: the
+    largest norm of all gradients together, or the largest absolute value of a number ("norm", "value"). It must be built, and
+    `compile` called, before a capture. All of its tables stay on the device as long as it exists.
     """
 
     def __init__(
@@ -77,7 +78,7 @@ class AdamStep:
         clip: tuple[str, float] | None = None,
     ) -> None:
         device = weights[0].weight.device
-        # Not the gradients: where new ones are made in every step, old ones would pile up.
+        # Not the gradients: if new ones are allocated in every step, old ones would accumulate.
         self._alive = (tuple(replace(weight, gradient=None) for weight in weights), tuple(groups))
         self._clip, limit = clip or ("", 0.0)
         rows = [row for weight in weights for row in _rows(weight, groups)]
@@ -103,7 +104,7 @@ class AdamStep:
             self._adam(self._table, len(self._counts))
 
     def compile(self) -> None:
-        """Launch everything once with nothing to do: compilers and loaders of code cannot run during a capture."""
+        """Launch everything once without work: kernels cannot be compiled or loaded during a capture."""
         if self._clip == "norm":
             self._add_squares(self._chunks.new_zeros((1, 2)), self._parts.new_zeros(1))
         self._adam(self._table.new_zeros((1, self._table.shape[1])), 0)

@@ -29,7 +29,7 @@ from forgefield.training.trainer import set_epoch_length
 BuildEngine = Callable[["PointsExecutor"], EagerEngine | GraphsEngine]
 
 
-class PointsExecutor(StepExecutor):
+class PointsExecutor(StepExecutor[Block, dict[str, Tensor]]):
     """Trains a network on points of a grid.
 
     build_engine: builds the engine once the optimiser and the strategy exist. observables: evaluated on complete snapshots at

@@ -1,1 +1,1 @@
-"""Models of other libraries as ours: PyTorch Geometric's, those called like MACE or like ASE, and ASE calculators."""
+"""Adapters for models of other libraries: PyTorch Geometric's, those with the interface of MACE or ASE, and ASE calculators."""

@@ -20,18 +20,18 @@ from forgefield.ops.graph import cut, is_traced
 from forgefield.ops.products import add_product
 
 SHIFT = 20.0
-"""How far below the others the logarithmic weight of a neighbour at the cutoff lies, in a smooth attention."""
+"""Shift of the logarithmic weight of a neighbour at the cutoff relative to the others, in a smooth attention."""
 
 
 @dataclass(frozen=True)
 class Slots:
-    """Neighbours laid out by centre, `width` places for each of `n_atoms` atoms, of which the last is always empty.
+    """Neighbours arranged by centre, `width` slots for each of `n_atoms` atoms, of which the last is always empty.
 
-    place: (n_edges,) int64 of each edge; that of edges which take none is the empty one of their atom. takes: (n_edges, 1), one
+    slot: (n_edges,) int64 of each edge; that of edges which take none is the empty one of their atom. takes: (n_edges, 1), one
     or zero; None where all edges take a place. counts: (n_atoms,) int64, edges that do.
     """
 
-    place: Tensor
+    slot: Tensor
     takes: Tensor | None
     counts: Tensor
     width: int
@@ -41,16 +41,16 @@ class Slots:
         return self.counts.shape[0]
 
     def spread(self, rows: Tensor) -> Tensor:
-        """(n_edges, c) -> (n_atoms, width, c); zero in empty places."""
+        """(n_edges, c) -> (n_atoms, width, c); zero in empty slots."""
         rows = rows if self.takes is None else rows * self.takes
-        result: Tensor = _Spread.apply(rows, self.place, self.n_atoms * self.width).unflatten(
+        result: Tensor = _Spread.apply(rows, self.slot, self.n_atoms * self.width).unflatten(
             0, (self.n_atoms, self.width)
         )
         return result
 
-    def collect(self, places: Tensor) -> Tensor:
-        """(n_atoms, width, c) -> (n_edges, c); zero for edges that take no place."""
-        rows = _Collect.apply(places.flatten(0, 1), self.place)
+    def collect(self, rows_in_slots: Tensor) -> Tensor:
+        """(n_atoms, width, c) -> (n_edges, c); zero for edges without a slot."""
+        rows = _Collect.apply(rows_in_slots.flatten(0, 1), self.slot)
         result: Tensor = rows if self.takes is None else rows * self.takes
         return result
 
@@ -68,17 +68,17 @@ def count_edges(chosen: Tensor, pointers: Tensor) -> Tensor:
 def lay_out(
     chosen: Tensor, centre: Tensor, pointers: Tensor, needed: int, dtype: torch.dtype, *, all_chosen: bool = False
 ) -> Slots:
-    """`needed` places and an empty one at each atom, for the edges that are chosen, (n_edges,) bool; more find none.
+    """`needed` slots and an empty one per atom, for the chosen edges, (n_edges,) bool; further edges get none.
 
-    centre: (n_edges,) int64, ascending. all_chosen: promises that every edge is and finds a place.
+    centre: (n_edges,) int64, ascending. all_chosen: every edge is chosen and gets a slot.
     """
     width = needed + 1
     before = _chosen_before(chosen)
     starts = before.index_select(0, pointers)
     rank = before[:-1] - starts.index_select(0, centre)
     takes = chosen & (rank < needed)
-    place = centre * width + torch.where(takes, rank, needed)
-    return Slots(place, None if all_chosen else takes.to(dtype).unsqueeze(1), starts[1:] - starts[:-1], width)
+    slot = centre * width + torch.where(takes, rank, needed)
+    return Slots(slot, None if all_chosen else takes.to(dtype).unsqueeze(1), starts[1:] - starts[:-1], width)
 
 
 def _chosen_before(chosen: Tensor) -> Tensor:
@@ -87,38 +87,38 @@ def _chosen_before(chosen: Tensor) -> Tensor:
 
 
 class _Spread(TypedFunction):
-    """Rows to their places among `n_places`, zero elsewhere. Rows that share a place are equal."""
+    """Rows to their places among `n_slots_total`, zero elsewhere. Rows that share a place are equal."""
 
     @staticmethod
-    def forward(ctx: AutogradContext, rows: Tensor, place: Tensor, n_places: int) -> Tensor:
-        ctx.place, ctx.n_places = place, n_places
-        return rows.new_zeros(n_places, rows.shape[1]).index_copy_(0, place, rows)
+    def forward(ctx: AutogradContext, rows: Tensor, slot: Tensor, n_slots_total: int) -> Tensor:
+        ctx.slot, ctx.n_slots_total = slot, n_slots_total
+        return rows.new_zeros(n_slots_total, rows.shape[1]).index_copy_(0, slot, rows)
 
     @staticmethod
     def backward(ctx: AutogradContext, grad: Tensor) -> Gradients:
-        return _Collect.apply(grad, ctx.place), None, None
+        return _Collect.apply(grad, ctx.slot), None, None
 
     @staticmethod
-    def jvp(ctx: AutogradContext, tangent: Tensor, place: None, n_places: None) -> Tensor:
-        result: Tensor = _Spread.apply(tangent, ctx.place, ctx.n_places)
+    def jvp(ctx: AutogradContext, tangent: Tensor, slot: None, n_slots_total: None) -> Tensor:
+        result: Tensor = _Spread.apply(tangent, ctx.slot, ctx.n_slots_total)
         return result
 
 
 class _Collect(TypedFunction):
-    """Rows from their places."""
+    """Rows from their slots."""
 
     @staticmethod
-    def forward(ctx: AutogradContext, values: Tensor, place: Tensor) -> Tensor:
-        ctx.place, ctx.n_places = place, values.shape[0]
-        return values.index_select(0, place)
+    def forward(ctx: AutogradContext, values: Tensor, slot: Tensor) -> Tensor:
+        ctx.slot, ctx.n_slots_total = slot, values.shape[0]
+        return values.index_select(0, slot)
 
     @staticmethod
     def backward(ctx: AutogradContext, grad: Tensor) -> Gradients:
-        return _Spread.apply(grad, ctx.place, ctx.n_places), None
+        return _Spread.apply(grad, ctx.slot, ctx.n_slots_total), None
 
     @staticmethod
-    def jvp(ctx: AutogradContext, tangent: Tensor, place: None) -> Tensor:
-        result: Tensor = _Collect.apply(tangent, ctx.place)
+    def jvp(ctx: AutogradContext, tangent: Tensor, slot: None) -> Tensor:
+        result: Tensor = _Collect.apply(tangent, ctx.slot)
         return result
 
 
@@ -151,15 +151,17 @@ def neighbourhood(
     """directions: (n_edges, 3), of length one. switch: (n_edges, 1). n_slots: neighbours and empty slots of an atom."""
     gate = None
     if dot_directions:
-        places = slots.spread(directions * switch if smooth else directions)
-        gate = torch.bmm(places, places.transpose(1, 2))
+        rows_in_slots = slots.spread(directions * switch if smooth else directions)
+        gate = torch.bmm(rows_in_slots, rows_in_slots.transpose(1, 2))
     if mask_diagonal:
         others = 1 - torch.eye(slots.width, dtype=switch.dtype, device=switch.device)
         gate = others.unsqueeze(0) if gate is None else gate * others
     if smooth:
         # (q.k + SHIFT) s_q s_k: the switches of q.k are in the queries and keys, these are those of SHIFT.
-        places = slots.spread(switch)
-        return Neighbourhood(slots, switch, places * places.transpose(1, 2) * SHIFT, gate, n_slots - slots.width)
+        rows_in_slots = slots.spread(switch)
+        return Neighbourhood(
+            slots, switch, rows_in_slots * rows_in_slots.transpose(1, 2) * SHIFT, gate, n_slots - slots.width
+        )
     lowest = torch.finfo(switch.dtype).min / 4
     return Neighbourhood(slots, None, (slots.is_empty().to(switch.dtype) * lowest).unsqueeze(1), gate, 0.0)
 
@@ -211,7 +213,7 @@ class AttentionLayer(nn.Module):
         return self._normalise(features, features.new_zeros(features.shape[0], self.hidden))
 
     def _normalise(self, features: Tensor, attended: Tensor) -> Tensor:
-        """Normalised sum of features and what attention brought, (n, dim)."""
+        """Normalised sum of features and the result of attention, (n, dim)."""
         rows = features + _affine(self.project_out, attended)
         return _layer_norm(rows, self.norm_scale, self.norm_shift, self.norm_eps)
 
@@ -225,7 +227,7 @@ class AttentionLayer(nn.Module):
         attended = torch.bmm(weights if around.gate is None else weights * around.gate, value)
         if not around.missing:
             return attended
-        # The last place is empty, so its weight is one over the sum over all places.
+        # The last slot is empty, so its weight is one over the sum over all slots.
         last = weights.narrow(2, weights.shape[2] - 1, 1)
         return attended * (1 - last * -around.missing).reciprocal()
 
@@ -242,7 +244,7 @@ def _affine(layer: Layer, rows: Tensor) -> Tensor:
 
 
 def _softmax(logits: Tensor) -> Tensor:
-    """Over the last axis. The tangent that torch itself would carry along cannot be differentiated in reverse."""
+    """Over the last axis, with an explicit tangent: that of PyTorch cannot be differentiated in reverse mode."""
     logits, tangent = forward_ad.unpack_dual(logits)
     weights = torch.softmax(logits, -1)
     if tangent is None:
@@ -253,7 +255,7 @@ def _softmax(logits: Tensor) -> Tensor:
 
 
 def _layer_norm(rows: Tensor, scale: Tensor, shift: Tensor, eps: float) -> Tensor:
-    """Rows (n, c) with mean zero and variance one, scaled and shifted. Its tangent is written out for the same reason."""
+    """Rows (n, c) with mean zero and variance one, scaled and shifted. Its tangent is explicit for the same reason."""
     rows, tangent = forward_ad.unpack_dual(rows)
     result = nn.functional.layer_norm(rows, (rows.shape[1],), scale, shift, eps)
     if tangent is None:
@@ -267,13 +269,13 @@ def _layer_norm(rows: Tensor, scale: Tensor, shift: Tensor, eps: float) -> Tenso
 
 
 def _turn_into_units(rows: Tensor, factors: Tensor) -> Tensor:
-    """Rows (n, k, c) of length one, times factors (n, k). Those without length are zero, and so are their derivatives."""
+    """Rows (n, k, c) normalised to length one, times factors (n, k). Rows of length zero stay zero, with zero derivatives."""
     result: Tensor = _Units.apply(rows, factors)
     return result
 
 
 class _Units(TypedFunction):
-    """f x / |x|, with its two derivatives written out: a training step takes both of a large array."""
+    """f x / |x|, with explicit first and second derivatives: a training step needs both for a large array."""
 
     @staticmethod
     def forward(ctx: AutogradContext, rows: Tensor, factors: Tensor) -> Tensor:

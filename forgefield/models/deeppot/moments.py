@@ -1,13 +1,13 @@
 """The neighbour sum by moments: networks are expanded in Chebyshev polynomials, edges are summed before networks are applied.
 
 An embedding network is a smooth function of one number. Its expansion on the range that a batch covers converges like a power
-series; it is cut off where coefficients have fallen to rounding error, found anew from weights and batch each time. What is
-summed over neighbours are then polynomials, cosines of an angle, which do not depend on the weights; the network is evaluated
-at the nodes of the expansion alone, some hundred points instead of every edge. Where coefficients do not fall fast enough, as
-for activations with corners, `coefficients` says so and the sum is made directly.
+series; it is truncated where coefficients reach rounding error, and computed from weights and batch each time. The sum over
+neighbours is then one of polynomials, cosines of an angle, which do not depend on the weights; the network is evaluated only
+at the nodes of the expansion, some hundred points instead of every edge. If coefficients do not decrease fast enough, as for
+activations with kinks, there is no expansion and the sum is computed directly.
 
-The moments are differentiable in what a training step needs: once in edge vectors, and what comes of that once in everything
-that multiplies it; also along tangents. They run on a CPU, where sizes are known, in chunks that fit the cache.
+The moments have the derivatives that a training step needs: first derivatives by edge vectors, the derivatives of these by
+their cotangents, and tangents. They are used on a CPU, where sizes are known, in chunks that fit into the cache.
 """
 
 from __future__ import annotations
@@ -30,11 +30,11 @@ from forgefield.ops.graph import EdgeGraph, GradientSwitch
 CHUNK = 1 << 17
 """Numbers of one intermediate (edges times polynomials) that a chunk may fill: half a megabyte to a megabyte."""
 MULTIPLE = 4
-"""Lists of neighbours are filled up to a multiple of this, so that more atoms have lists of one length."""
+"""Lists of neighbours are padded to a multiple of this, so that more atoms have lists of the same length."""
 NODES = (64, 128, 256, 512, 1024)
 """Numbers of nodes that are tried, one after the other, until the last eighth of the coefficients is rounding error."""
 ROUNDING = {torch.float64: 3e-15, torch.float32: 3e-9}
-"""Share of the largest coefficient below which others are left out: well below what a weight's own rounding changes."""
+"""Fraction of the largest coefficient below which others are omitted: well below the effect of rounding of weights."""
 WORTH = 2
 """Edges per node from which on an expansion pays."""
 INSIDE = 0.98
@@ -85,7 +85,7 @@ class Cells:
         self.network = cells[ranked] // n_atoms
 
     def chunks(self, n_polynomials: int) -> Iterator[Chunk]:
-        """Runs of lists of one length, no longer than the cache likes."""
+        """Ranges of lists of one length that fit into the cache."""
         breaks = np.flatnonzero(np.diff(self.lengths)) + 1
         bounds = [0, *breaks.tolist(), len(self.lengths)] if len(self.lengths) else [0]
         begin = 0
@@ -99,7 +99,7 @@ class Cells:
                 begin = end
 
     def to_slots(self, values: Tensor) -> Tensor:
-        """(n_edges, c) -> (n_slots, c), zero in empty places."""
+        """(n_edges, c) -> (n_slots, c), zero in empty slots."""
         return torch.cat([values, values.new_zeros(1, values.shape[1])]).index_select(0, self.edge)
 
     def to_edges(self, values: Tensor) -> Tensor:
@@ -143,7 +143,7 @@ class _Work:
         return self.cells.to_edges(placed)
 
     def changes(self, d_angles: Tensor, d_rows: Tensor | None) -> Tensor:
-        """How the moments change along these directions (n_edges,), (n_edges, c): (n_cells, c, n). None: no change."""
+        """Tangents of the moments along these directions (n_edges,), (n_edges, c): (n_cells, c, n). None: zero direction."""
         if d_rows is None:
             d_rows = d_angles.new_zeros(d_angles.shape[0], self.rows.shape[1])
         placed = self.cells.to_slots(torch.cat([d_angles.unsqueeze(1), d_rows], 1))

@@ -1,12 +1,12 @@
-"""DeePMD's perceptrons: layers with residuals where widths are equal or doubled; networks of one shape stand side by side.
+"""DeePMD's perceptrons: layers with residuals where widths are equal or doubled; networks of one shape are stacked.
 
 Layer l of all networks is one set of tensors: `w` (networks, n_in, n_out), `b` and, with `resnet_dt`, `idt` (networks, n_out).
-A layer gives idt * f(x w + b), plus x where the width stays, plus x twice side by side where it doubles.
+A layer gives idt * f(x w + b), plus x if the width does not change, plus x twice, concatenated, if it doubles.
 
 Edges belong to the network of their species, atoms to that of theirs; `Groups` arranges rows so that each network is applied by
 dense products. Where the sizes of the groups are known to the host (on a CPU) rows are sorted by group; elsewhere, and in
-traces, each group is filled up to whole blocks of a fixed number of rows, whose number depends on sizes alone: nothing waits
-for the device and the arrangement holds for any batch.
+traces, each group is padded to complete blocks of a fixed number of rows; the number of blocks depends on sizes only, so that
+nothing waits for the device and the layout is valid for any batch.
 """
 
 from __future__ import annotations
@@ -50,19 +50,19 @@ class Groups:
 
     @classmethod
     def in_order(cls, sizes: Sequence[int]) -> Groups:
-        """Rows that lie in the order of their groups."""
+        """The layout of rows that are sorted by group."""
         return cls(len(sizes), sizes=tuple(sizes))
 
     def spread(self, rows: Tensor) -> Tensor:
-        """Rows (n_rows, ...) in the layout; empty places are zero."""
+        """Rows (n_rows, ...) in the layout; empty slots are zero."""
         if self.slot is None:
             return rows
         if self.order is not None:
             result: Tensor = _Permute.apply(rows, self.order, self.slot)
             return result
         assert self.block_group is not None
-        place = torch.div(self.slot, self.block, rounding_mode="floor"), self.slot % self.block
-        spread: Tensor = _Spread.apply(rows, place, (self.block_group.shape[0], self.block))
+        slot = torch.div(self.slot, self.block, rounding_mode="floor"), self.slot % self.block
+        spread: Tensor = _Spread.apply(rows, slot, (self.block_group.shape[0], self.block))
         return spread
 
     def collect(self, values: Tensor) -> Tensor:
@@ -72,8 +72,8 @@ class Groups:
         if self.order is not None:
             result: Tensor = _Permute.apply(values, self.slot, self.order)
             return result
-        place = torch.div(self.slot, self.block, rounding_mode="floor"), self.slot % self.block
-        collected: Tensor = _Collect.apply(values, place)
+        slot = torch.div(self.slot, self.block, rounding_mode="floor"), self.slot % self.block
+        collected: Tensor = _Collect.apply(values, slot)
         return collected
 
     def affine(self, x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
@@ -151,38 +151,38 @@ class _Permute(TypedFunction):
 
 
 class _Spread(TypedFunction):
-    """Rows to their places in blocks, zero elsewhere. place: block and row in it, each (n_rows,); no two are the same."""
+    """Rows to their slots in blocks, zero elsewhere. slot: block and row in it, each (n_rows,); no two are the same."""
 
     @staticmethod
-    def forward(ctx: AutogradContext, rows: Tensor, place: tuple[Tensor, Tensor], shape: tuple[int, int]) -> Tensor:
-        ctx.place, ctx.shape = place, shape
-        return rows.new_zeros((*shape, *rows.shape[1:])).index_put_(place, rows)
+    def forward(ctx: AutogradContext, rows: Tensor, slot: tuple[Tensor, Tensor], shape: tuple[int, int]) -> Tensor:
+        ctx.slot, ctx.shape = slot, shape
+        return rows.new_zeros((*shape, *rows.shape[1:])).index_put_(slot, rows)
 
     @staticmethod
     def backward(ctx: AutogradContext, grad: Tensor) -> Gradients:
-        return _Collect.apply(grad, ctx.place), None, None
+        return _Collect.apply(grad, ctx.slot), None, None
 
     @staticmethod
-    def jvp(ctx: AutogradContext, tangent: Tensor, place: None, shape: None) -> Tensor:
-        result: Tensor = _Spread.apply(tangent, ctx.place, ctx.shape)
+    def jvp(ctx: AutogradContext, tangent: Tensor, slot: None, shape: None) -> Tensor:
+        result: Tensor = _Spread.apply(tangent, ctx.slot, ctx.shape)
         return result
 
 
 class _Collect(TypedFunction):
-    """Rows from their places in blocks."""
+    """Rows from their slots in blocks."""
 
     @staticmethod
-    def forward(ctx: AutogradContext, values: Tensor, place: tuple[Tensor, Tensor]) -> Tensor:
-        ctx.place, ctx.shape = place, tuple(values.shape[:2])
-        return values[place]
+    def forward(ctx: AutogradContext, values: Tensor, slot: tuple[Tensor, Tensor]) -> Tensor:
+        ctx.slot, ctx.shape = slot, tuple(values.shape[:2])
+        return values[slot]
 
     @staticmethod
     def backward(ctx: AutogradContext, grad: Tensor) -> Gradients:
-        return _Spread.apply(grad, ctx.place, ctx.shape), None
+        return _Spread.apply(grad, ctx.slot, ctx.shape), None
 
     @staticmethod
-    def jvp(ctx: AutogradContext, tangent: Tensor, place: None) -> Tensor:
-        result: Tensor = _Collect.apply(tangent, ctx.place)
+    def jvp(ctx: AutogradContext, tangent: Tensor, slot: None) -> Tensor:
+        result: Tensor = _Collect.apply(tangent, ctx.slot)
         return result
 
 
@@ -210,11 +210,11 @@ ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
     "linear": _as_it_is,
     "none": _as_it_is,
 }
-"""By DeePMD-kit's names; beside them `silut:T` and `custom_silu:T`, SiLU up to T and a tanh from there on."""
+"""By DeePMD-kit's names; in addition `silut:T` and `custom_silu:T`, SiLU up to T and a tanh from there on."""
 
 
 def activation_function(name: str) -> Callable[[Tensor], Tensor]:
-    """The activation of that name; raises ValueError where there is none."""
+    """The activation of that name; raises ValueError if there is none."""
     word, _, threshold = name.lower().partition(":")
     if word in ("silut", "custom_silu"):
         return partial(_silu_then_tanh, threshold=float(threshold or 3.0))
@@ -224,7 +224,7 @@ def activation_function(name: str) -> Callable[[Tensor], Tensor]:
 
 
 def check_activation(key: str, name: str) -> None:
-    """Raise for a name that is no activation function. key: for the message."""
+    """Raise for a name that is not an activation function. key: for the message."""
     try:
         activation_function(name)
     except ValueError as error:

@@ -299,7 +299,7 @@ class SeAtten(Descriptor[SeAttenOptions | SeAttenV2Options]):
             return self._attend(*parts, slots)
         self._check_room(int(edges.room.max()))
         slots_of_chunks = self._chunks(edges, graph, features.dtype)
-        sizes = [slots.place.shape[0] for slots in slots_of_chunks]
+        sizes = [slots.slot.shape[0] for slots in slots_of_chunks]
         chunks = zip(*(cut(part, sizes, 0) for part in parts), slots_of_chunks)
         return join([self._attend(*chunk) for chunk in chunks], 0)
 

@@ -39,7 +39,7 @@ def check_branches(section: Mapping[str, Any]) -> None:
     for name, branch in branches.items():
         where = f"model.branches.{name}"
         if not NAME.fullmatch(str(name)):
-            raise ForgefieldError(f"{where}: the name of a branch is made of letters, digits, - and _.")
+            raise ForgefieldError(f"{where}: the name of a branch should consist of letters, digits, - and _.")
         if not isinstance(branch, Mapping):
             raise ForgefieldError(f"{where} is {branch!r}; it should be a section with the keys {', '.join(KEYS)}.")
         for key in branch:

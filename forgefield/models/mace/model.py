@@ -45,6 +45,7 @@ class MACE(RegisteredModel[MACEOptions]):
 
     only_edge_vectors = True
     ghost_atoms = "exchange"
+    convolves = True
     Options = MACEOptions
     presets = PRESETS
     interactions: list[Interaction]

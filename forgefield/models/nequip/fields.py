@@ -213,7 +213,7 @@ class Layout:
 
 
 class _Row:
-    """Matrices one after another, in the order of the weights they are made of."""
+    """Offsets of consecutive matrices, in the order of their weights."""
 
     def __init__(self, n_embedding: int) -> None:
         self.parts: list[Matrix] = []

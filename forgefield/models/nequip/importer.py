@@ -184,15 +184,15 @@ def _assemble(
         weight = kind.weight_name(name)
         if weight is None:
             raise ForgefieldError(f"{path}: {name} is not a weight of a {kind.title} model of a supported version.")
-        ours = f"model.{weight}"
-        if ours not in shapes:
+        parameter = f"model.{weight}"
+        if parameter not in shapes:
             raise ForgefieldError(f"{path}: a model with these options has no weight {name}.")
-        count = shapes[ours].numel()
+        count = shapes[parameter].numel()
         value = value.reshape(-1).expand(count) if value.numel() == 1 != count else value
         if value.numel() != count:
             raise ForgefieldError(f"{path}: {name} has {value.numel()} numbers; with these options it needs {count}.")
         value = kind.arrange(weight, value, resolved)
-        state[ours] = value.reshape(shapes[ours].shape).to(shapes[ours].dtype).clone()
+        state[parameter] = value.reshape(shapes[parameter].shape).to(shapes[parameter].dtype).clone()
     for name, value in shapes.items():
         if name not in state and name not in _CONSTANTS:
             raise ForgefieldError(f"{path} does not contain the weights of {name}.")

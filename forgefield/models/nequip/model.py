@@ -102,7 +102,7 @@ class NequIP(SpeciesTerms[NequIPOptions]):
         self.readout = Perceptron(sizes, activation=options.readout_mlp_nonlinearity, generator=generator, dtype=dtype)
 
         self.knot_basis: tuple[Any, Tensor] | None = None
-        """The radial basis at the knots of a table, and what it was made of; kernels keep it here."""
+        """The radial basis at the knots of a table, and its key: a cache of the kernels."""
         self.register_buffer("identity", torch.eye(n_species, dtype=dtype), persistent=False)
         self.feature_dim = blocks[0].mul
 

@@ -12,10 +12,10 @@ from typing import NamedTuple
 
 import torch
 from torch import Tensor
-from torch.autograd.function import FunctionCtx
 
 from forgefield.data.batch import SHAPES, Batch, Shapes, halves, is_memory_error
 from forgefield.errors import ForgefieldError
+from forgefield.ops.autograd import AutogradContext, Gradients, TypedFunction
 from forgefield.training.engines.padding import sizes
 from forgefield.training.engines.step import Differentiated, Measured, StepFunction
 
@@ -100,18 +100,14 @@ class Engine:
         """Discard compiled and captured code, because a setting on which it depends has changed."""
 
 
-class _Context(FunctionCtx):
-    gradients: list[Tensor]
-
-
-class _WithGradients(torch.autograd.Function):
+class _WithGradients(TypedFunction):
     @staticmethod
-    def forward(ctx: _Context, loss: Tensor, gradients: list[Tensor], *weights: Tensor) -> Tensor:
+    def forward(ctx: AutogradContext, loss: Tensor, gradients: list[Tensor], *weights: Tensor) -> Tensor:
         ctx.gradients = gradients
         return loss.clone()
 
     @staticmethod
-    def backward(ctx: _Context, grad: Tensor) -> tuple[Tensor | None, ...]:
+    def backward(ctx: AutogradContext, grad: Tensor) -> Gradients:
         return None, None, *torch._foreach_mul(ctx.gradients, grad.to(ctx.gradients[0].dtype))
 
 

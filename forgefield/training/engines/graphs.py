@@ -72,7 +72,7 @@ class StaticInputs:
             if denominators is not None:
                 values = self._converted_to(self.denominators, denominators)
             numbers += (values.data_ptr(), values.numel())
-        self._copies.aim(numbers)
+        self._copies.set_sources(numbers)
 
     def launch(self) -> None:
         """Launch the copies; part of the captured step."""

@@ -100,8 +100,8 @@ class StepFunction:
                     self._owners |= {
                         f"{prefix}.{key}" if prefix else key: (tensors, key) for key in list(tensors.keys())
                     }
-        found = [tensors[key] for tensors, key in (self._owners[name] for name in names)]
-        return cast("list[Tensor]", found)
+        tensors = [owner[key] for owner, key in (self._owners[name] for name in names)]
+        return cast("list[Tensor]", tensors)
 
     def differentiate(
         self,
@@ -172,7 +172,10 @@ class StepFunction:
     @contextmanager
     def _kernels(self, storage: str) -> Iterator[None]:
         enabled = self.derivative == "kernels"
-        with execution(kernels=enabled, knots=self.knots, storage=storage, c_code=self.c_code), self.edge_setting():
+        with (
+            execution(kernels=enabled, knots=self.knots, storage=storage, c_code=self.may_use_c_code),
+            self.edge_setting(),
+        ):
             yield
 
     def edge_setting(self) -> AbstractContextManager[object]:
@@ -209,11 +212,13 @@ class StepFunction:
         """The result of `compute` while the potential has these weights."""
         named = dict(zip(self.trained, trained)) | dict(zip(self.fixed, fixed))
         named = {f"potential.{name}": tensor for name, tensor in named.items()}
-        return functional_call(self._holder, named, (compute,))
+        result: T = functional_call(self._holder, named, (compute,))
+        return result
 
     def _outputs(self, batch: Batch, memory: StepMemory | None = None) -> Batch:
         task = self.task
-        return self.potential(batch, forces=task.needs_forces, stress=task.needs_stress, memory=memory)
+        outputs: Batch = self.potential(batch, forces=task.needs_forces, stress=task.needs_stress, memory=memory)
+        return outputs
 
     def _loss(
         self, outputs: Batch, batch: Batch, target_weights: Tensor, denominators: Tensor | None

@@ -6,9 +6,10 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable, Mapping
 from types import ModuleType
-from typing import Any, TypedDict, TypeVar
+from typing import Any, TypeVar
 
 import torch
+from lightning.pytorch.utilities.types import LRSchedulerConfigType
 from torch import Tensor
 from torch.optim.lr_scheduler import CosineAnnealingLR, LRScheduler, ReduceLROnPlateau
 
@@ -23,16 +24,6 @@ Spec = str | Mapping[str, Any]
 Parameters = list[torch.nn.Parameter] | list[dict[str, Any]]
 """Parameters, or groups of parameters with a learning rate for each."""
 T = TypeVar("T")
-
-
-class SchedulerDescription(TypedDict):
-    """A scheduler of learning rates, as Lightning describes it."""
-
-    scheduler: LRScheduler
-    interval: str
-    frequency: int
-    monitor: str
-    strict: bool
 
 
 def build_optimiser(spec: Spec, parameters: Parameters, *, lr: float) -> torch.optim.Optimizer:
@@ -58,7 +49,7 @@ def build_scheduler(
     epochs: int,
     steps: Callable[[], int],
     lr_factor: float = 1.0,
-) -> SchedulerDescription:
+) -> LRSchedulerConfigType:
     """The scheduler that `training.scheduler` describes.
 
     spec: may contain `interval: epoch | step` in addition to the options of the scheduler.
@@ -118,7 +109,7 @@ class ManualSchedule:
     schedule: from `build_scheduler`, or None.
     """
 
-    def __init__(self, optimiser: torch.optim.Optimizer, schedule: SchedulerDescription | None, monitor: str) -> None:
+    def __init__(self, optimiser: torch.optim.Optimizer, schedule: LRSchedulerConfigType | None, monitor: str) -> None:
         self.optimiser, self.monitor = optimiser, monitor
         self.scheduler = None if schedule is None else schedule["scheduler"]
         self.by_step = schedule is not None and schedule["interval"] == "step"

@@ -38,7 +38,7 @@ def current_learning_rate(optimiser: torch.optim.Optimizer) -> float:
 def relative_learning_rate(optimiser: torch.optim.Optimizer, initial: float) -> float:
     """The current rate in units of its initial value. initial: that of parameters without a factor of their own."""
     group = optimiser.param_groups[0]
-    return float(group["lr"]) / (initial * group.get("factor", 1.0))
+    return float(group["lr"]) / (initial * float(group.get("factor", 1.0)))
 
 
 @contextmanager

@@ -59,12 +59,12 @@ def build_frames_problem(config: Config, data: FrameData | None = None) -> Frame
 class FramesProblem(Problem):
     data: FrameData
     batches: DataModule
-    """What the loaders serve; there after `loader`."""
+    """Batches of the loaders; set by `loader`."""
     task: Task
-    task_options: TaskOptions | Any
+    task_options: TaskOptions
     model: Potential
     change: Transfer | None
-    """What became of the model of another run."""
+    """Changes of the model of another run."""
 
     def __init__(
         self, run: Run, config: Config, options: dict[str, Any], session: TrainingSession, *, resumes: bool = True
@@ -84,7 +84,7 @@ class FramesProblem(Problem):
             self.resolved,
             precision=Precision(config.training.precision).weights,
             seed=config.seed,
-            trust=CONFIG if self.initial is None else self.initial.known.trust,
+            trust=CONFIG if self.initial is None else self.initial.source.trust,
         )
         self._start_from_initial()
         choose_trained(self.model, config.training, journal.notify)
@@ -99,21 +99,22 @@ class FramesProblem(Problem):
             config.seed,
             rank=ranks.rank,
             world_size=ranks.world_size,
-            branches=branch_names(config.model if self.initial is None else self.initial.known.resolved),
-            species_of=None if self.initial is None else self.initial.known.whose,
+            branches=branch_names(config.model if self.initial is None else self.initial.source.resolved),
+            species_of=None if self.initial is None else self.initial.source.name,
             keep_species=ranks.broadcast(keep_species),
             converting=_conversion_report(self.session.journal.notify),
         )
 
     def _resolve(self) -> None:
-        """Task, model options in full and fingerprint of the data. A run that has begun keeps the options it has."""
+        """Determine the task, the resolved options of the model and the fingerprint of the data. A resumed run keeps its
+        options."""
         ranks = self.session.ranks
         self.data = data = replace(self.data, statistics=ranks.broadcast(self.data.statistics))
         self.task_options = options = requested_task(self.config, data)
         for name, dataset in data.splits():
             if name != "train":
                 require_any_label(options, name, dataset)
-        self.fingerprint = " ".join(part.frames.fingerprint for part in (data.train, data.val) if part is not None)
+        self.fingerprint = " ".join(d.frames.fingerprint for d in (data.train, data.val) if d is not None)
         require_same_data(self.fingerprint, ranks)
         for dataset in data.tests.values():
             require_same_data(dataset.frames.fingerprint, ranks)
@@ -122,9 +123,9 @@ class FramesProblem(Problem):
         if ranks.is_rank_zero:
             begun = self.has_begun
             if self.initial is not None:
-                known = self.initial.known.resolved if begun else self.initial.options(self.config, data)
-                trust = self.initial.known.trust
-                change = transfer(known, self.initial.known.section, self.config, options, data, trust=trust)
+                source = self.initial.source
+                resolved_source = source.resolved if begun else self.initial.options(self.config, data)
+                change = transfer(resolved_source, source.section, self.config, options, data, trust=source.trust)
             if not begun:
                 resolved = resolved_model(self.config, data) if change is None else change.resolved
         self.change = ranks.broadcast(change)
@@ -134,14 +135,14 @@ class FramesProblem(Problem):
         self.task = build_task(options, self.resolved)
 
     def _start_from_initial(self) -> None:
-        """The first weights from another run, and what is to be said about them."""
+        """Load the weights of another run, and report changes of its model."""
         initial, notify = self.initial, self.session.journal.notify
         if initial is None or self.change is None:
             return
         device = evaluation_device(self.options.get("accelerator"))
         changed = initial.start(self.model, self.resolved, self.data.train, device, self.session.ranks, self.change)
         if initial.state is not None:
-            notify(f"Starting from the {initial.record['which']} weights of {initial.known.whose}.")
+            notify(f"Starting from the {initial.record['which']} weights of {initial.source.name}.")
             if self.change.changes_anything():
                 notify(self.change.describe())
         if changed is not None:
@@ -164,9 +165,9 @@ class FramesProblem(Problem):
         return self.module_of(executor, monitor, exchange)
 
     def _engine_starter(self, restart: ResumePoint | None, quick: bool) -> EngineStarter:
-        """A resumed run goes on with the engine it was started with, unless the config names another."""
+        """Starts the engine; a resumed run keeps its engine, unless the config names another one."""
         run, ranks, training = self.run, self.session.ranks, self.config.training
-        before = run.info.get("engine") if ranks.is_rank_zero and restart is not None else None
+        stored = run.info.get("engine") if ranks.is_rank_zero and restart is not None else None
 
         def store(choice: dict[str, Any]) -> None:
             if ranks.is_rank_zero and not quick:
@@ -178,7 +179,7 @@ class FramesProblem(Problem):
             plan=lambda: plan_sizes(self.batches.train_dataloader().batch_sizes(), at_most=training.graphs.sizes),
             tolerance=Precision(training.precision).tolerance,
             notify=self.session.journal.notify,
-            stored_choice=ranks.broadcast(before),
+            stored_choice=ranks.broadcast(stored),
             store=store,
             compiling=self.session.stop.at_once,
         )
@@ -200,7 +201,7 @@ class FramesProblem(Problem):
         self.batches = self.data.serve(spec)
         return self.batches
 
-    def val_loader(self) -> Any:
+    def val_loader(self) -> FrameLoader | list[Any]:
         return self.batches.val_dataloader()
 
     def describe_data(self) -> list[tuple[str, str]]:
@@ -233,7 +234,7 @@ def _conversion_report(notify: Callable[[str], None]) -> Callable[[int, int | No
         step = 10 * done // total if total else done // 50_000
         if step > reported:
             reported = step
-            of = f" of {total}" if total else ""
-            notify(f"data.lazy: converting the data ({done}{of} frames); later runs use the result.")
+            progress = f"{done} of {total}" if total else f"{done}"
+            notify(f"data.lazy: converting the data ({progress} frames); later runs use the result.")
 
     return report

@@ -1,8 +1,7 @@
-"""Whether a `model` section that stands beside `model.from` describes the model of that run.
+"""Comparison of a `model` section that contains `model.from` with the model of that run.
 
-Options left out are the run's. One that is named has to have the value that the run was made with, or that was made of it:
-weights belong to their options, so another value could only be ignored, and no option is. Options that number species are
-compared by symbol.
+Options that are left out are those of the run. Options that are set must have the value of the run, before or after it was
+resolved, because other values could only be ignored. Options that contain indices of species are compared by symbol.
 """
 
 from __future__ import annotations
@@ -21,18 +20,23 @@ from forgefield.models.registry import ARCHITECTURES, registered_class
 from forgefield.models.resolving import HEADS, MODULE_FOLDER, PREDICTS, check_model, hooks_of
 
 STARTING = ("from", "which", "shifts")
-"""Keys of the section that are no options of the model."""
+"""Keys of the section that are not options of the model."""
 
 
 @dataclass(frozen=True)
 class SourceModel:
-    """whose: the run, in words. section: the `model` section it was made with. resolved: its options in full."""
+    """The model of a run.
 
-    whose: str
+    name: of the run, for messages.
+    section: the `model` section of the run.
+    resolved: its resolved options.
+    trust: whether they may name code that is not Forgefield's.
+    """
+
+    name: str
     section: Mapping[str, Any]
     resolved: Mapping[str, Any]
     trust: Trust = NO_CODE
-    """Whether they may name code that is not Forgefield's."""
 
     @property
     def species(self) -> list[str]:
@@ -40,87 +44,84 @@ class SourceModel:
 
     @property
     def hooks(self) -> type[RegisteredModel[Any]]:
-        """What the architecture of the model declares."""
+        """The class of the architecture."""
         return hooks_of(self.resolved)
 
 
-def is_proposed(model: Mapping[str, Any], known: SourceModel) -> bool:
-    """Whether the section `model` is what `forgefield init` writes: a proposal for a new model."""
-    return _own_options(model, known) == MODEL
+def is_proposed(model: Mapping[str, Any], source: SourceModel) -> bool:
+    """Whether the section `model` is that of `forgefield init`, a proposal for a new model."""
+    return _model_options(model, source) == MODEL
 
 
-def _own_options(model: Mapping[str, Any], known: SourceModel) -> dict[str, Any]:
-    """The options of the model itself, without where it comes from."""
-    ours = STARTING if HEADS in known.resolved else (*STARTING, HEADS)  # heads follow the task, see `transfer.py`
-    return _plain({key: value for key, value in model.items() if key not in ours})
+def _model_options(model: Mapping[str, Any], source: SourceModel) -> dict[str, Any]:
+    """The section without `model.from` and its options, as it would be read from JSON."""
+    excluded = STARTING if HEADS in source.resolved else (*STARTING, HEADS)  # heads follow the task, see `transfer.py`
+    return _as_json({key: value for key, value in model.items() if key not in excluded})
 
 
-def require_same_options(model: Mapping[str, Any], known: SourceModel, species: Sequence[str] | None) -> None:
-    """Raise where the section `model` names another value than the run has. What `forgefield init` writes there is a
-    proposal for a new model and contradicts nothing. species: what its numbers mean, if not the same
-    as in the run."""
-    if is_proposed(model, known):
+def require_same_options(model: Mapping[str, Any], source: SourceModel, species: Sequence[str] | None) -> None:
+    """Raise ForgefieldError if the section `model` contradicts the model of the run. That of `forgefield init`, a proposal for
+    a new model, is ignored.
+
+    species: to which indices in the section refer, if not those of the run.
+    """
+    if is_proposed(model, source):
         return
-    given = _own_options(model, known)
-    name = known.resolved["name"]
-    if given.setdefault("name", name) != name:
-        raise ForgefieldError(
-            f"model.name is {given['name']}, and {known.whose} holds a {name}: weights of the one are none of the other."
-        )
+    section = _model_options(model, source)
+    name = source.resolved["name"]
+    if section.setdefault("name", name) != name:
+        raise ForgefieldError(f"model.name is {section['name']}, but {source.name} has a model of the type {name}.")
     if name in ARCHITECTURES:
-        check_model(_with_kinds(given, known.resolved), trust=known.trust)
-    options = _with_preset(given)
-    made_with = [_with_preset(_plain(known.section)), _plain(known.resolved)]
+        check_model(_with_types(section, source.resolved), trust=source.trust)
+    stored = [_with_preset(_as_json(source.section)), _as_json(source.resolved)]
+    symbols = _Symbols(source.species, species, source.hooks)
     changes = [
         Change(f"model.{key}", old, new, meaning=True)
-        for key, old, new in _differences(
-            options, made_with, _Symbols(known.species, species, known.hooks), known.hooks
-        )
+        for key, old, new in _differences(_with_preset(section), stored, symbols, source.hooks)
     ]
     if changes:
         raise ForgefieldError(
-            f"The model is that of {known.whose}, and the config asks for another one:\n{format_diff(changes)}\n"
+            f"The model is that of {source.name}, but the config describes another one:\n{format_diff(changes)}\n"
             "Leave these options out, or train a new model."
         )
 
 
 def section_of(resolved: Mapping[str, Any]) -> dict[str, Any]:
-    """Resolved options as a `model` section, for a run that knows no other."""
-    told = ("species", "cutoff", "adaptive_cutoff", "max_neighbours", "statistics", MODULE_FOLDER, PREDICTS)
-    return {key: value for key, value in resolved.items() if key not in told}
+    """Resolved options as a `model` section, for a run without one."""
+    from_data = ("species", "cutoff", "adaptive_cutoff", "max_neighbours", "statistics", MODULE_FOLDER, PREDICTS)
+    return {key: value for key, value in resolved.items() if key not in from_data}
 
 
 @dataclass(frozen=True)
 class _Symbols:
-    """What numbers of species mean in the run's options (`ours`) and in the config's (`theirs`)."""
+    """Species of the run, and those of the config (None: the same), to which indices in options refer."""
 
-    ours: Sequence[str]
-    theirs: Sequence[str] | None
+    run: Sequence[str]
+    config: Sequence[str] | None
     hooks: type[RegisteredModel[Any]]
 
-    def of_run(self, key: str, value: Any) -> Any:
-        """Only what concerns species that the config knows."""
-        named = _by_symbol(self.hooks.species_options.get(key), value, self.ours)
-        if self.theirs is None or named is value:
-            return named
-        known = frozenset(self.theirs)
-        if isinstance(named, dict):
-            return {symbol: entry for symbol, entry in named.items() if symbol in known}
-        return {group for group in named if group <= known}
+    def of_run(self, key: str, value: object) -> object:
+        """An option of the run by symbol, restricted to species of the config."""
+        by_symbol = _by_symbol(self.hooks.species_options.get(key), value, self.run)
+        return by_symbol if self.config is None or by_symbol is value else _restricted(by_symbol, self.config)
 
-    def of_config(self, key: str, value: Any) -> Any:
-        """Likewise of species that the run knows; others are new to it."""
-        named = _by_symbol(
-            self.hooks.species_options.get(key), value, self.ours if self.theirs is None else self.theirs
-        )
-        known = frozenset(self.ours)
-        if isinstance(named, dict) and named is not value:
-            return {symbol: entry for symbol, entry in named.items() if symbol in known}
-        return {group for group in named if group <= known} if isinstance(named, set) else named
+    def of_config(self, key: str, value: object) -> object:
+        """An option of the config by symbol, restricted to species of the run; others are new."""
+        species = self.run if self.config is None else self.config
+        by_symbol = _by_symbol(self.hooks.species_options.get(key), value, species)
+        return by_symbol if by_symbol is value else _restricted(by_symbol, self.run)
 
 
-def _by_symbol(form: str | None, value: Any, species: Sequence[str]) -> Any:
-    """Indices of species replaced by their symbols; the value itself where it has none (or makes no sense).
+def _restricted(by_symbol: object, species: Sequence[str]) -> object:
+    """Entries of an option by symbol that refer to these species only."""
+    if isinstance(by_symbol, dict):
+        return {symbol: entry for symbol, entry in by_symbol.items() if symbol in species}
+    assert isinstance(by_symbol, set)
+    return {group for group in by_symbol if group <= frozenset(species)}
+
+
+def _by_symbol(form: str | None, value: object, species: Sequence[str]) -> object:
+    """An option with indices of species replaced by symbols, as a dictionary or set; other values as they are.
 
     form: see `RegisteredModel.species_options`.
     """
@@ -139,34 +140,34 @@ def _by_symbol(form: str | None, value: Any, species: Sequence[str]) -> Any:
 
 
 def _differences(
-    given: Mapping[str, Any],
-    made_with: Sequence[Mapping[str, Any]],
+    section: Mapping[str, Any],
+    stored: Sequence[Mapping[str, Any]],
     symbols: _Symbols,
     hooks: type[RegisteredModel[Any]],
     prefix: str = "",
-) -> Iterator[tuple[str, Any, Any]]:
-    """Of each named option that is not as in one of `made_with`: key, the run's value, the config's."""
-    for name, value in given.items():
+) -> Iterator[tuple[str, object, object]]:
+    """Key, stored value and value of the config, for options that differ from all stored ones."""
+    for name, value in section.items():
         key = f"{prefix}{name}"
-        known = [options[name] for options in made_with if name in options]
+        values = [options[name] for options in stored if name in options]
         ignored = key in hooks.seed_options or key in hooks.training_options
-        if ignored or (value is None and name not in made_with[0]):  # null: left to the data
+        if ignored or (value is None and name not in stored[0]):  # null: from the data
             continue
-        if isinstance(value, Mapping) and known and all(isinstance(one, Mapping) for one in known):
-            parts = [options.get(name, {}) for options in made_with]
-            yield from _differences(value, parts, symbols, hooks, f"{key}.")
+        if isinstance(value, Mapping) and values and all(isinstance(one, Mapping) for one in values):
+            subsections = [options.get(name, {}) for options in stored]
+            yield from _differences(value, subsections, symbols, hooks, f"{key}.")
             continue
-        same = any(_same(symbols.of_config(key, value), symbols.of_run(key, one)) for one in known)
-        if not same and not any(hooks.equivalent(key, value, one, made_with[-1]) for one in known):
-            yield key, known[-1] if known else ABSENT, value
+        same = any(_same(symbols.of_config(key, value), symbols.of_run(key, one)) for one in values)
+        if not same and not any(hooks.equivalent(key, value, one, stored[-1]) for one in values):
+            yield key, values[-1] if values else ABSENT, value
 
 
-def _same(one: Any, other: Any) -> bool:
+def _same(one: object, other: object) -> bool:
     return one == other and isinstance(one, bool) == isinstance(other, bool)
 
 
 def _with_preset(section: Mapping[str, Any]) -> dict[str, Any]:
-    """The section with the options that its preset stands for."""
+    """The section with the options of its preset."""
     options = dict(section)
     preset = options.pop("preset", None)
     if preset is None or options.get("name") not in ARCHITECTURES:
@@ -174,16 +175,17 @@ def _with_preset(section: Mapping[str, Any]) -> dict[str, Any]:
     return registered_class(options["name"]).preset_options(str(preset).upper(), options) | options
 
 
-def _with_kinds(given: Mapping[str, Any], resolved: Mapping[str, Any]) -> dict[str, Any]:
-    """The section with the type of each part, and the module of an adapter, which decide what its options are."""
-    result = {key: resolved[key] for key in ("module",) if key in resolved} | dict(given)
-    for name, part in given.items():
-        if isinstance(part, Mapping) and "type" not in part:
-            known = resolved.get(name)
-            result[name] = {"type": known["type"], **part} if isinstance(known, Mapping) and "type" in known else part
+def _with_types(section: Mapping[str, Any], resolved: Mapping[str, Any]) -> dict[str, Any]:
+    """The section with the types of subsections and the module of an adapter, on which its valid options depend."""
+    result = {key: resolved[key] for key in ("module",) if key in resolved} | dict(section)
+    for name, subsection in section.items():
+        stored = resolved.get(name)
+        if isinstance(subsection, Mapping) and isinstance(stored, Mapping) and "type" in stored:
+            result[name] = {"type": stored["type"], **subsection}
     return result
 
 
-def _plain(value: Any) -> Any:
-    """As it would be read from JSON: no tuples, keys are strings."""
-    return json.loads(json.dumps(value))
+def _as_json(value: Mapping[str, Any]) -> dict[str, Any]:
+    """As it would be read from JSON: without tuples, and with strings as keys."""
+    result: dict[str, Any] = json.loads(json.dumps(value))
+    return result

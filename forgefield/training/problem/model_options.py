@@ -1,7 +1,7 @@
-"""From a config and its data to the options of a model in full: every number that comes from the data is made explicit.
+"""Resolved options of a model, from a config and its data: every number that depends on the data becomes explicit.
 
-Some models ask for more than the statistics of the data (`measure` of their class): one pass over the training frames, kept on
-disk by a hash of all it depends on.
+Some models need more than the statistics of the data (`measure` of their class): one pass over the training frames, whose
+result is cached on disk by a hash of its inputs.
 """
 
 from __future__ import annotations
@@ -40,16 +40,16 @@ from forgefield.models.resolving import (
 )
 from forgefield.models.terms import SpeciesTerms
 from forgefield.settings import Config
-from forgefield.tasks.options import DENOISE, TaskOptions, targets_of
+from forgefield.tasks.options import TaskOptions, targets_of
 from forgefield.tasks.targets import default_task, require_labels
 from forgefield.tasks.task import Task
 from forgefield.training.problem.heads import has_energy, head_specifications, output_units
 
 
 class ZBL(SpeciesTerms[TermOptions]):
-    """The repulsion that the built-in models add, alone: (n_atoms,) eV.
+    """Only the ZBL repulsion of the built-in models: (n_atoms,), eV.
 
-    model: the `model` section; `zbl` and `per_edge_type_cutoff` are read.
+    model: the `model` section, of which `zbl` and `per_edge_type_cutoff` are used.
     """
 
     def __init__(
@@ -70,16 +70,16 @@ class ZBL(SpeciesTerms[TermOptions]):
         return self.add_repulsion(torch.zeros_like(species, dtype=torch.float64), pairs, species, graph)
 
 
-def less_repulsion(batches: Iterator[Batch], repulsion: Potential) -> Iterator[Batch]:
-    """The batches with energies and forces less the repulsion."""
+def subtract_repulsion(batches: Iterator[Batch], repulsion: Potential) -> Iterator[Batch]:
+    """The batches with energies and forces minus the repulsion."""
     for batch in batches:
-        added = repulsion.eval()(batch)
-        yield batch | {name: batch[name] - added[name].detach() for name in ("energy", "forces")}
+        outputs = repulsion.eval()(batch)
+        yield batch | {name: batch[name] - outputs[name].detach() for name in ("energy", "forces")}
 
 
 def statistics_without_repulsion(batches: Iterator[Batch], statistics: Statistics) -> dict[str, Any]:
-    """Those of `Statistics` that depend on the repulsion, from batches less it: reference energies where they are a fit, spread
-    of energies (eV/atom), root mean square of forces (eV/A)."""
+    """Entries of `Statistics` that depend on the repulsion: fitted reference energies, spread of energies (eV/atom), root mean
+    square of forces (eV/A). batches: minus the repulsion."""
     symbols = list(statistics.reference_energies)
     counts, energies, squares, components = [], [], 0.0, 0
     for batch in batches:
@@ -105,26 +105,27 @@ def statistics_without_repulsion(batches: Iterator[Batch], statistics: Statistic
     return changed
 
 
-EDGES_AT_ONCE = 2_000_000
-MOST_FRAMES = 20_000
-"""Of larger data sets so many frames are measured, evenly spread."""
+BATCH_EDGES = 2_000_000
+"""Approximate number of edges of a batch."""
+MAX_FRAMES = 20_000
+"""Maximum number of frames that are measured; of larger data sets an evenly spaced selection."""
 
 
 def batch_spec(
-    task: TaskOptions | Any, potential: Potential, *, seed: int, on_gpu: bool = False, keep_order: bool = False
+    task: TaskOptions, potential: Potential, *, seed: int, on_gpu: bool = False, keep_order: bool = False
 ) -> BatchSpec:
-    """What batches must carry for this task and model. task: its options. keep_order: frames are not shuffled."""
+    """The contents of batches for this task and model. keep_order: frames are not shuffled."""
     targets, noise = targets_of(task), None
-    if DENOISE in targets:
-        denoise, alone = targets[DENOISE], len(targets) == 1
+    if task.denoise is not None:
+        denoise, alone = task.denoise, len(targets) == 1
         share = denoise.share if denoise.share is not None else 1.0 if alone or denoise.keep_labels else 0.5
         noise = Noise(denoise.sigma, int(seed), share=share, keep_labels=denoise.keep_labels, alone=alone)
     return BatchSpec(frozenset(targets), potential.needs_keys, noise, on_gpu, keep_order)
 
 
 def resolved_model(config: Config, data: FrameData) -> dict[str, Any]:
-    """Options of the config's model with everything explicit; see `models.registry.resolve_model`."""
-    task, own = config.task, direct_outputs(config.model, trust=CONFIG)
+    """Resolved options of the config's model; see `models.resolving.resolve_model`."""
+    task, outputs = config.task, direct_outputs(config.model, trust=CONFIG)
     return resolve_model(
         config.model,
         species=data.species.symbols,
@@ -132,53 +133,54 @@ def resolved_model(config: Config, data: FrameData) -> dict[str, Any]:
         adaptive_cutoff=config.data.adaptive_cutoff,
         max_neighbours=config.data.max_neighbours,
         statistics=asdict(data.statistics) | _without_repulsion(config, data) | _measured(config, data),
-        heads={} if task is None or own else head_specifications(task, data),
+        heads={} if task is None or outputs else head_specifications(task, data),
         has_energy=task is None or has_energy(task),
-        units=output_units(own, task, data) if own else None,
+        units=output_units(outputs, task, data) if outputs else None,
         trust=CONFIG,
     )
 
 
-def requested_task(config: Config, data: FrameData) -> TaskOptions | Any:
-    """The task of the config, or the default one for the labels of the data. The data has all labels that it needs."""
+def requested_task(config: Config, data: FrameData) -> TaskOptions:
+    """The task of the config, or the default one for the labels of the data. Raises ForgefieldError for missing labels."""
     options = config.task if config.task is not None else default_task(data.statistics.labels, data.label_hints)
     require_labels(targets_of(options), data.statistics.labels, "training", data.label_hints)
     return options
 
 
-def build_task(options: TaskOptions | Any, resolved: Mapping[str, Any]) -> Task:
+def build_task(options: TaskOptions, resolved: Mapping[str, Any]) -> Task:
     """The task of a model with these resolved options."""
     species, outputs = tuple(resolved["species"]), extra_outputs_of(resolved)
     return Task(options, species, outputs, branch_names(resolved), excluded_species(resolved))
 
 
 def _measured(config: Config, data: FrameData) -> dict[str, Any]:
-    """What the model itself measures on the training data; nothing for most models."""
+    """Statistics that the model itself measures on the training data; empty for most models."""
     species, cutoff, model = data.species.symbols, config.cutoff, config.model
-    kept = _place(config, data) if config.data.cache else None
+    cached = _cache_path(config, data) if config.data.cache else None
     try:
-        if kept is not None:
-            return json.loads(kept.read_text())
+        if cached is not None:
+            stored: dict[str, Any] = json.loads(cached.read_text())
+            return stored
     except (OSError, ValueError):
-        pass  # nothing is there, or it is damaged, which only costs measuring again
-    rows = spread(len(data.train), MOST_FRAMES)
-    found = model_statistics(
+        pass  # there is no file, or it is damaged
+    rows = evenly_spaced(len(data.train), MAX_FRAMES)
+    measured = model_statistics(
         model,
         lambda: _batches(config, data, rows),
         species=species,
         cutoff=cutoff,
         trust=CONFIG,
     )
-    if found and kept is not None:
+    if measured and cached is not None:
         with suppress(ForgefieldError, OSError):
-            kept.parent.mkdir(parents=True, exist_ok=True)
-            remove_leftovers(kept.parent)
-            write_atomically(kept, json.dumps(found))
-    return found
+            cached.parent.mkdir(parents=True, exist_ok=True)
+            remove_leftovers(cached.parent)
+            write_atomically(cached, json.dumps(measured))
+    return measured
 
 
 def _repulsion(config: Config, data: FrameData) -> Potential | None:
-    """The ZBL term that the config's model adds, if it does."""
+    """The ZBL term of the config's model, if it has one."""
     model = config.model
     if model.get("name") not in ARCHITECTURES or not model.get("zbl"):
         return None
@@ -187,56 +189,56 @@ def _repulsion(config: Config, data: FrameData) -> Potential | None:
 
 
 def _batches(config: Config, data: FrameData, rows: np.ndarray) -> Iterator[Batch]:
-    """Training frames with edges; energies and forces are what the model has to give besides its ZBL term."""
+    """Training frames with edges; energies and forces minus the ZBL term of the model."""
     batches = batches_of_frames(data.train, rows, config.cutoff)
     repulsion = _repulsion(config, data)
-    return batches if repulsion is None else less_repulsion(batches, repulsion)
+    return batches if repulsion is None else subtract_repulsion(batches, repulsion)
 
 
 def _without_repulsion(config: Config, data: FrameData) -> dict[str, Any]:
-    """Statistics that replace those of the data where the model adds ZBL; none otherwise."""
+    """Statistics that replace those of the data if the model has a ZBL term; else empty."""
     if _repulsion(config, data) is None:
         return {}
-    rows = spread(len(data.train), MOST_FRAMES)
+    rows = evenly_spaced(len(data.train), MAX_FRAMES)
     return statistics_without_repulsion(_batches(config, data, rows), data.statistics)
 
 
 def with_fitted_shifts(config: Config, data: FrameData, resolved: Mapping[str, Any]) -> FrameData:
-    """The data with the reference energies of the model in its statistics, where they were fitted to energies less ZBL."""
+    """The data with the reference energies of the model in its statistics, if they were fitted to energies minus ZBL."""
     shifts, statistics = resolved.get("energy_shifts"), data.statistics
     if not resolved.get("zbl") or statistics.reference_kind != "fit" or not isinstance(shifts, Mapping):
         return data
     if config.model.get("energy_shifts") is not None or dict(shifts) == statistics.reference_energies:
         return data
-    note = "; ".join(part for part in ("fitted to energies less ZBL", statistics.reference_note) if part)
+    note = "; ".join(text for text in ("fitted to energies minus ZBL", statistics.reference_note) if text)
     return replace(data, statistics=replace(statistics, reference_energies=dict(shifts), reference_note=note))
 
 
-def _place(config: Config, data: FrameData) -> Path:
+def _cache_path(config: Config, data: FrameData) -> Path:
     settings = {
         "format": 2 if config.model.get("zbl") else 1,
         "frames": data.train.frames.fingerprint,
         "model": config.model,
         "species": data.species.symbols,
         "graph": asdict(same_graph(data.train.graph)),
-        "most": MOST_FRAMES,
+        "most": MAX_FRAMES,
     }
     name = hashlib.blake2b(json.dumps(settings, sort_keys=True).encode(), digest_size=16).hexdigest()
     return cache_folder() / "model-statistics" / f"{name}.json"
 
 
-def spread(n: int, most: int) -> np.ndarray:
-    """All rows of n, or `most` of them, evenly spread."""
-    if n <= most:
+def evenly_spaced(n: int, at_most: int) -> np.ndarray:
+    """At most `at_most` evenly spaced indices below n."""
+    if n <= at_most:
         return np.arange(n)
-    return np.unique(np.linspace(0, n - 1, most).round().astype(np.int64))
+    return np.unique(np.linspace(0, n - 1, at_most).round().astype(np.int64))
 
 
 def batches_of_frames(
-    dataset: GraphDataset, rows: np.ndarray, cutoff: float, *, edges: int = EDGES_AT_ONCE
+    dataset: GraphDataset, rows: np.ndarray, cutoff: float, *, edges: int = BATCH_EDGES
 ) -> Iterator[Batch]:
-    """These frames in order, with edges, about so many at a time."""
+    """These frames in order, in batches of about `edges` edges."""
     costs = dataset.n_edges if dataset.n_edges is not None else 100 * dataset.n_atoms
-    part = (costs[rows].cumsum() - 1) // edges
-    for number in np.unique(part):
-        yield with_edges(dataset.batch(rows[part == number]), cutoff)
+    batch_index = (costs[rows].cumsum() - 1) // edges
+    for index in np.unique(batch_index):
+        yield with_edges(dataset.batch(rows[batch_index == index]), cutoff)

@@ -1,4 +1,4 @@
-"""Whatever can be known to be wrong before any work is done, and whether all ranks were given the same."""
+"""Checks before a training: of settings, and that all ranks have the same settings and data."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from forgefield.parallel.environment import MPI_LAUNCHERS, check_trainer_options
 from forgefield.parallel.ranks import Ranks
 from forgefield.parallel.strategies import check_strategy
 from forgefield.settings import Config
-from forgefield.tasks.options import DENOISE, quantity, targets_of
+from forgefield.tasks.options import DENOISE, TaskOptions, quantity, targets_of
 from forgefield.tasks.targets import LABELS
 from forgefield.training.optim.optimisers import build_optimiser
 from forgefield.training.problem.heads import has_energy
@@ -30,17 +30,17 @@ from forgefield.training.weighting import weighting_options
 
 
 def check_settings(config: Config, options: dict[str, Any], ranks: Ranks) -> None:
-    """Refuse settings that cannot work. options: the config's `trainer` section as a plain dict."""
+    """Raise ForgefieldError for settings that cannot work. options: the config's `trainer` section."""
     if starts_from_run(config):
         refuse_itself(config)
     else:
-        name, found, _ = check_model(config.model, trust=CONFIG)
-        if issubclass(found, AtomisticModel) and not found.trainable:
+        name, cls, _ = check_model(config.model, trust=CONFIG)
+        if issubclass(cls, AtomisticModel) and not cls.trainable:
             raise ForgefieldError(
-                f"model.name={name}: an ASE calculator has no weights that could be trained. `forgefield import ase "
+                f"model.name={name}: an ASE calculator has no weights to train. `forgefield import ase "
                 f"{config.model['module']} --species ...` makes a run of it, to be tested and compared with trained models."
             )
-        uses_kernels = issubclass(found, AtomisticModel) and (found.sums_over_edges or found.convolves)
+        uses_kernels = issubclass(cls, AtomisticModel) and (cls.sums_over_edges or cls.convolves)
         if not config.training.kernels.edges and not uses_kernels:
             raise ForgefieldError(
                 f"training.kernels.edges=false: {name} has no sums over edges that use kernels or compiled C code; leave this "
@@ -50,8 +50,8 @@ def check_settings(config: Config, options: dict[str, Any], ranks: Ranks) -> Non
     optimiser = build_optimiser(config.training.optimizer, [nn.Parameter(torch.zeros(2, 2))], lr=config.training.lr)
     if ranks.world_size > 1 and isinstance(optimiser, torch.optim.LBFGS):
         raise ForgefieldError(
-            "training.optimizer: LBFGS decides by the loss how often it evaluates a step, which each of several processes "
-            "would do differently; train in one process or with another optimiser."
+            "training.optimizer: the number of evaluations in a step of LBFGS depends on the loss and would differ between "
+            "processes; train in one process or with another optimiser."
         )
     strategy = options.get("strategy")
     check_strategy(strategy, world_size=ranks.world_size)
@@ -62,8 +62,8 @@ def check_settings(config: Config, options: dict[str, Any], ranks: Ranks) -> Non
         )
     if ranks.world_size > 1 and not isinstance(options.get("val_check_interval"), (int, float, type(None))):
         raise ForgefieldError(
-            "trainer.val_check_interval as a time: the clocks of several processes would not agree on when to validate; "
-            "give a number of batches."
+            "trainer.val_check_interval as a duration is not supported with several processes, because they would not validate "
+            "at the same batch; set a number of batches."
         )
     check_trainer_options(
         ranks.launch,
@@ -74,46 +74,46 @@ def check_settings(config: Config, options: dict[str, Any], ranks: Ranks) -> Non
 
 
 def require_same_settings(config: Config, ranks: Ranks) -> None:
-    """A variable of the environment may differ between nodes, and with it what a config means there."""
+    """Raise ForgefieldError if ranks have different settings, for example because of environment variables."""
     _require_same("the same settings", commented_yaml(config), ranks)
 
 
 def require_same_data(fingerprint: str, ranks: Ranks) -> None:
-    """Ranks divide one list of frames among themselves; on another list the division would mean nothing."""
-    _require_same("the same data (files must be alike on all nodes)", fingerprint, ranks)
+    """Raise ForgefieldError if ranks have different data, of which each uses a part."""
+    _require_same("the same data (files must be identical on all nodes)", fingerprint, ranks)
 
 
 def _require_same(what: str, text: str, ranks: Ranks) -> None:
-    all_gather = ranks.all_gather(hashlib.sha256(text.encode()).hexdigest())
-    for rank, other in enumerate(all_gather):
-        if other != all_gather[0]:
+    hashes = ranks.all_gather(hashlib.sha256(text.encode()).hexdigest())
+    for rank, value in enumerate(hashes):
+        if value != hashes[0]:
             raise ForgefieldError(f"{ranks.describe(rank)} does not have {what} as {ranks.describe(0)}.")
 
 
 def require_inputs(potential: Potential, data: FrameData) -> None:
-    """Refuse frames without a value that the model reads: it would be computed with as if it were a number."""
+    """Raise ForgefieldError for frames without a value that the model needs as an input."""
     for name in potential.required_inputs:
         for split, dataset in data.splits():
             missing = np.flatnonzero(~dataset.frames.carries(name)) if name in dataset.fields else [0]
             if len(missing):
                 raise ForgefieldError(
-                    f"The model reads {name}, and {dataset.frames.where(int(missing[0]))} of data.{split} does not carry it; "
-                    f"name it in data.labels.fields, or leave out frames without."
+                    f"The model needs {name} as an input, but {dataset.frames.where(int(missing[0]))} of data.{split} does not "
+                    "have it; define it in data.labels.fields, or remove frames without it."
                 )
 
 
-def require_any_label(task: Any, split: str, dataset: GraphDataset | None) -> None:
-    """Refuse frames that are meant to measure the model and carry nothing to measure it with. task: its options."""
-    given = [quantity(name) for name in targets_of(task) if name != DENOISE]
-    names = tuple(dict.fromkeys(LABELS.get(name, name) for name in given))
+def require_any_label(task: TaskOptions, split: str, dataset: GraphDataset | None) -> None:
+    """Raise ForgefieldError if no frame of a validation or test set has a label of the task."""
+    quantities = [quantity(name) for name in targets_of(task) if name != DENOISE]
+    names = tuple(dict.fromkeys(LABELS.get(name, name) for name in quantities))
     if not names:
         return
     if split.startswith("test") and has_energy(task):
         names = tuple(dict.fromkeys([*LABELS.values(), *names]))
     if dataset is not None and not any(dataset.frames.carries(name).any() for name in names):
         setting = f"data.{split.replace('-', '.', 1)}"
-        instead = f"{setting}=0" if "-" not in split else "leave this set out"
+        instead = f"set {setting}=0" if "-" not in split else "leave this set out"
         raise ForgefieldError(
-            f"None of the frames of {setting} carries {', '.join(names)}, so nothing could be measured on them; "
-            f"give labelled frames or {instead}."
+            f"No frame of {setting} has {', '.join(names)}, so that no error can be measured; use labelled frames, or "
+            f"{instead}."
         )

@@ -1,4 +1,4 @@
-"""Config to data, model and task: the only place where they are built, for trainings, checks and measurements alike.
+"""Data, model and task of a config: the only place where they are built, for trainings, checks and benchmarks.
 
 A problem holds what differs between kinds of samples (frames of atoms, points of a grid): data, model, task and the Lightning
 module that trains it. `fit.py` does the rest for all kinds: the run folder, checkpoints, metrics, callbacks, ranks.
@@ -92,7 +92,9 @@ class Problem(ABC):
     ) -> TrainingModule:
         """What Lightning trains. quick: a trial run that stores nothing (`trainer.fast_dev_run`)."""
 
-    def module_of(self, executor: StepExecutor, monitor: str, exchange: StepExchange | None) -> TrainingModule:
+    def module_of(
+        self, executor: StepExecutor[Any, Any], monitor: str, exchange: StepExchange | None
+    ) -> TrainingModule:
         """The module around an executor."""
         return TrainingModule(
             executor,
@@ -112,12 +114,13 @@ class Problem(ABC):
         """Validation batches."""
 
     def describe_data(self) -> list[tuple[str, str]]:
-        """The data as it is served, for the table at the start; called after `loader`."""
-        return self.data.describe()
+        """Rows about the data for the table at the start; called after `loader`."""
+        rows: list[tuple[str, str]] = self.data.describe()
+        return rows
 
     @abstractmethod
     def refuse(self, device: torch.device) -> None:
-        """Raise an error if the device cannot do what the config asks for."""
+        """Raise ForgefieldError if the device does not support the settings of the config."""
 
     @abstractmethod
     def facts(self) -> dict[str, Any]:
@@ -137,15 +140,16 @@ class Problem(ABC):
         if self.session.ranks.is_rank_zero and self.has_begun:
             if self.run.info["data_fingerprint"] != self.fingerprint:
                 raise ForgefieldError(
-                    f"The data of run {self.run.name} is not the data it was started with (a file or the split changed); "
-                    "restore it, or start over with --fresh."
+                    f"The data of run {self.run.name} has changed since it was started (a file or the split); restore it, or "
+                    "start over with --fresh."
                 )
             resolved = self._stored_model()
         return self.session.ranks.broadcast(resolved)
 
     def _stored_model(self) -> dict[str, Any]:
-        """The options in `run.json`. Code that they name is that of the config, or the user has allowed it."""
-        stored, section = self.run.info["model"], self.config.model
+        """The options in `run.json`. Code that they name must be that of the config, or allowed by the user."""
+        stored: dict[str, Any] = self.run.info["model"]
+        section = self.config.model
         if "from" in section or not any(code_of_model(stored)):
             return stored  # code of the first run was allowed, or refused, when that run was opened
         trust = Run(self.run.path, trust_code=self.session.trust_code).trust
@@ -159,4 +163,5 @@ class Problem(ABC):
 def problem_for(run: Run, config: Config, options: dict[str, Any], session: TrainingSession) -> Problem:
     """The training problem that a config describes."""
     kind = FRAMES if config.data.points is None else POINTS
-    return kind.problem.load()(run, config, options, session)
+    problem: Problem = kind.problem.load()(run, config, options, session)
+    return problem

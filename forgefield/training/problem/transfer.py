@@ -1,14 +1,14 @@
-"""From a trained model to another task: the encoder is taken over, and with it every head that is asked for as it was; other
-heads are new, and those that the task does not train are left out.
+"""Transfer of a trained model to another task: the encoder and all heads with unchanged options are reused; other heads are
+new, and heads that the task does not train are removed.
 
-Numbers that came from the first data stay with what is taken over. A model that had no energy gets the scale and the shifts of
-energies from the new data.
+Reused modules keep the statistics of their original data. A model without an energy gets the scale and shifts of energies from
+the new data.
 """
 
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -35,132 +35,137 @@ from forgefield.models.resolving import (
     resolve_model,
 )
 from forgefield.settings import Config
+from forgefield.tasks.options import TaskOptions
 from forgefield.training.problem.heads import has_energy, head_specifications, output_units
 from forgefield.training.problem.initial_options import section_of
-from forgefield.training.problem.model_options import batches_of_frames, spread
+from forgefield.training.problem.model_options import batches_of_frames, evenly_spaced
 
 ENERGY = ("energy_scales", "energy_shifts")
-"""Options and state of a model that only energies need."""
-_SAME = (*CHOSEN, "per", "shape", "kind", "reduce", "classes", "net_zero")
+"""Options and state of a model that are used for energies only."""
+_HEAD_OPTIONS = (*CHOSEN, "per", "shape", "kind", "reduce", "classes", "net_zero")
+"""Options of a head that have to be equal for it to be reused."""
 
 
 @dataclass(frozen=True)
 class Transfer:
-    """resolved: options of the new model in full. kept, fresh, dropped: names of heads. gained_energy: whether only the new
-    model has one."""
+    """resolved: options of the new model. reused, new, removed: names of heads. adds_energy: whether only the new model has an
+    energy."""
 
     resolved: dict[str, Any]
-    kept: list[str]
-    fresh: list[str]
-    dropped: list[str]
-    gained_energy: bool
+    reused: list[str]
+    new: list[str]
+    removed: list[str]
+    adds_energy: bool
 
     def changes_anything(self) -> bool:
-        return bool(self.fresh or self.dropped or self.gained_energy)
+        return bool(self.new or self.removed or self.adds_energy)
 
     def describe(self) -> str:
-        parts = ["the encoder", *(f"the head of {name}" for name in self.kept)]
-        text = f"Taken over: {', '.join(parts)}."
-        if self.fresh:
-            text += f" New: {', '.join(f'a head for {name}' for name in self.fresh)}."
-        if self.gained_energy:
+        reused = ["the encoder", *(f"the head of {name}" for name in self.reused)]
+        text = f"Reused: {', '.join(reused)}."
+        if self.new:
+            text += f" New: {', '.join(f'a head for {name}' for name in self.new)}."
+        if self.adds_energy:
             text += " New: an energy, with scale and shifts from the data."
-        if self.dropped:
-            text += f" Left out: {', '.join(self.dropped)}."
+        if self.removed:
+            text += f" Removed: {', '.join(self.removed)}."
         return text
 
-    def first_state(self, fresh: Mapping[str, Tensor], trained: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """State to begin with: `trained` of the first run, `fresh` where the new model is new."""
-        new = tuple(f"heads.{head_key(name)}." for name in self.fresh)
-        new += tuple(f"model.{name}" for name in ENERGY) if self.gained_energy else ()
-        return {name: own if name.startswith(new) and new else trained[name] for name, own in fresh.items()}
+    def initial_state(self, initialised: Mapping[str, Tensor], trained: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """Initial state of the new model: `trained` of the first run, and `initialised` for new modules."""
+        new = tuple(f"heads.{head_key(name)}." for name in self.new)
+        new += tuple(f"model.{name}" for name in ENERGY) if self.adds_energy else ()
+        return {name: tensor if name.startswith(new) and new else trained[name] for name, tensor in initialised.items()}
 
 
 def transfer(
-    known: Mapping[str, Any],
+    source: Mapping[str, Any],
     section: Mapping[str, Any],
     config: Config,
-    task: Any,
+    task: TaskOptions,
     data: FrameData,
     *,
     trust: Trust = NO_CODE,
 ) -> Transfer:
-    """What the model of a run becomes for this task. known: its options in full, made of `section`. task: options. trust:
-    whether `known` and `section` may name code that is not Forgefield's."""
-    resolved = copy.deepcopy(dict(known))
-    if (resolved.get(PREDICTS) or {}).get(DIRECT):  # what it gives is part of the model itself
-        return _own(resolved, config, data)
+    """The transfer of the model of a run to this task.
+
+    source: resolved options of the model.
+    section: the `model` section from which they were resolved.
+    trust: whether `source` and `section` may name code that is not Forgefield's.
+    """
+    resolved = copy.deepcopy(dict(source))
+    if (resolved.get(PREDICTS) or {}).get(DIRECT):
+        return _transfer_direct(resolved, config, data)
     before = resolved.pop(PREDICTS, None) or {"energy": True, HEADS: {}}
-    given = check_heads(config.model.get(HEADS)) if HEADS not in known else {}
-    facts, wants_energy = head_specifications(task, data), has_energy(task)
-    heads, kept = _heads(given, facts, before[HEADS])
+    options = check_heads(config.model.get(HEADS)) if HEADS not in source else {}
+    needs_energy = has_energy(task)
+    heads, reused = _heads(options, head_specifications(task, data), before[HEADS])
     if heads:
-        resolved[PREDICTS] = {"energy": wants_energy, HEADS: heads}
-    elif not wants_energy:
-        raise ForgefieldError("task trains neither an energy nor anything else that a model could give.")
-    gained = wants_energy and not before["energy"]
-    if gained:
+        resolved[PREDICTS] = {"energy": needs_energy, HEADS: heads}
+    elif not needs_energy:
+        raise ForgefieldError("task has no target that a model can predict.")
+    adds_energy = needs_energy and not before["energy"]
+    if adds_energy:
         resolved |= _energy_terms(resolved, section, data, trust)
+    removed = [name for name in before[HEADS] if name not in heads]
     return Transfer(
         resolved=resolved,
-        kept=kept,
-        fresh=[name for name in heads if name not in kept],
-        dropped=[*(["energy"] if before["energy"] and not wants_energy else []), *_missing(before[HEADS], heads)],
-        gained_energy=gained,
+        reused=reused,
+        new=[name for name in heads if name not in reused],
+        removed=["energy", *removed] if before["energy"] and not needs_energy else removed,
+        adds_energy=adds_energy,
     )
 
 
-def _own(resolved: dict[str, Any], config: Config, data: FrameData) -> Transfer:
-    """For a model that gives its outputs by itself: nothing of it changes, the task chooses among them."""
+def _transfer_direct(resolved: dict[str, Any], config: Config, data: FrameData) -> Transfer:
+    """The transfer of a model with direct outputs, which does not change; the task selects outputs."""
     outputs = direct_outputs(section_of(resolved))
     if config.model.get(HEADS):
         raise ForgefieldError(
-            f"model.heads does not apply: the fitting network of this model gives {', '.join(outputs)} by itself; leave it out."
+            f"model.heads does not apply: the fitting network of this model predicts {', '.join(outputs)}; leave it out."
         )
     units = output_units(outputs, config.task, data)
     chosen = {name: asdict(outputs[name]) | {"unit": unit} for name, unit in units.items()}
     resolved[PREDICTS][HEADS] = chosen | resolved[PREDICTS][HEADS]
-    return Transfer(resolved, [], [], [], gained_energy=False)
-
-
-def _missing(names: Iterable[str], among: Iterable[str]) -> list[str]:
-    return [name for name in names if name not in among]
+    return Transfer(resolved, [], [], [], adds_energy=False)
 
 
 def _heads(
-    given: Mapping[str, Mapping[str, Any]], facts: Mapping[str, Any], before: Mapping[str, Mapping[str, Any]]
+    options: Mapping[str, Mapping[str, Any]],
+    specifications: Mapping[str, Mapping[str, Any]],
+    before: Mapping[str, Mapping[str, Any]],
 ) -> tuple[dict[str, Any], list[str]]:
-    """Options of every head, and the names of those that are the first run's."""
-    wanted = {
+    """Options of all heads, and the names of those that are reused. before: heads of the first run."""
+    requested = {
         name: {
             **{key: before[name][key] for key in CHOSEN if name in before and key in before[name]},
-            **given.get(name, {}),
+            **options.get(name, {}),
         }
-        for name in {**facts, **given}
+        for name in {**specifications, **options}
     }
-    heads = complete_heads(wanted, facts)
-    kept = [
+    heads = complete_heads(requested, specifications)
+    reused = [
         name
         for name, head in heads.items()
-        if name in before and all(head[key] == before[name].get(key, head[key]) for key in _SAME)
+        if name in before and all(head[key] == before[name].get(key, head[key]) for key in _HEAD_OPTIONS)
     ]
-    return {name: dict(before[name]) if name in kept else head for name, head in heads.items()}, kept
+    return {name: dict(before[name]) if name in reused else head for name, head in heads.items()}, reused
 
 
 def _energy_terms(
     resolved: Mapping[str, Any], section: Mapping[str, Any], data: FrameData, trust: Trust
 ) -> dict[str, Any]:
-    """Scale and shifts of energies as a new model of this kind would have them; none for models without such options, and
-    none for a Deep Potential, whose shifts are fitted when it has its weights (`InitialModel.start`)."""
+    """Scale and shifts of energies of a new model of this kind; empty for models without such options, and for a Deep
+    Potential, whose shifts are fitted after its weights are loaded (`InitialModel.start`)."""
     if branch_names(resolved):
         raise ForgefieldError(
-            "task asks for an energy, which the model had not been trained for, and the model has branches, each with energy "
-            "shifts of its own that would have to be fitted; train a new model."
+            "task has an energy, for which the model was not trained; this is not supported for models with branches, because "
+            "the energy shifts of each branch would have to be fitted. Train a new model."
         )
     if resolved["name"] not in ARCHITECTURES or not all(key in resolved for key in ENERGY):
         return {}
     options = {key: value for key, value in section.items() if key not in ("from", "which", "shifts", HEADS)}
-    made = resolve_model(
+    new = resolve_model(
         options,
         species=resolved["species"],
         cutoff=resolved["cutoff"],
@@ -168,17 +173,17 @@ def _energy_terms(
         statistics=data.statistics,
         trust=trust,
     )
-    return {key: made[key] for key in ENERGY}
+    return {key: new[key] for key in ENERGY}
 
 
-MOST_FRAMES = 2000
-"""Of larger data sets so many frames are looked at, evenly spread."""
-EDGES_AT_ONCE = 50_000
+MAX_FRAMES = 2000
+"""Maximum number of frames for a fit of shifts; of larger data sets an evenly spaced selection."""
+BATCH_EDGES = 50_000
 
 
 @dataclass(frozen=True)
 class ShiftFit:
-    """before, after: shift of each species, eV. rms_before, rms_after: of the energy errors, eV/atom."""
+    """before, after: shift of each species, eV. rms_before, rms_after: RMSE of the energy, eV/atom."""
 
     species: tuple[str, ...]
     before: tuple[float, ...]
@@ -188,7 +193,7 @@ class ShiftFit:
     n_frames: int
 
     def table(self) -> str:
-        """The change in words, a line for each species."""
+        """A table of the shifts."""
         lines = [
             f"Energy shifts fitted to {self.n_frames} training frames, eV:",
             "  species        before         after",
@@ -196,13 +201,13 @@ class ShiftFit:
         for symbol, before, after in zip(self.species, self.before, self.after):
             lines.append(f"  {symbol:<7} {before:>13.6f} {after:>13.6f}")
         lines.append(
-            f"  rms error of the energy: {1000 * self.rms_before:.4g} before, {1000 * self.rms_after:.4g} after, meV/atom"
+            f"  RMSE of the energy: {1000 * self.rms_before:.4g} before, {1000 * self.rms_after:.4g} after, meV/atom"
         )
         return "\n".join(lines)
 
 
 def shifts_of(potential: Potential) -> Tensor:
-    """The shifts themselves, a parameter or a buffer of the model."""
+    """The energy shifts, (n_species,), eV: a parameter or buffer of the model. Raises ForgefieldError if it has none."""
     shifts = potential.interface.species_shifts()
     if shifts is not None:
         return shifts
@@ -220,29 +225,29 @@ def shifts_of(potential: Potential) -> Tensor:
 
 
 def fit_shifts(potential: Potential, dataset: GraphDataset, *, device: torch.device) -> ShiftFit:
-    """Shifts that fit the energies of `dataset` best. The model stays as it is."""
+    """Least-squares fit of the shifts to the energies of `dataset`. The model is not changed."""
     shifts = shifts_of(potential)
     labelled = np.flatnonzero(dataset.frames.carries("energy"))
     if not len(labelled):
-        raise ForgefieldError("model.shifts is fit, but no training frame carries an energy to fit them to.")
-    rows = labelled[spread(len(labelled), MOST_FRAMES)]
+        raise ForgefieldError("model.shifts is fit, but no training frame has an energy.")
+    rows = labelled[evenly_spaced(len(labelled), MAX_FRAMES)]
     counts, errors, n_atoms = _errors(potential, dataset, rows, device)
     change = np.linalg.lstsq(counts, errors, rcond=None)[0]
-    left = errors - counts @ change
+    residuals = errors - counts @ change
     before = shifts.detach().double().cpu().numpy()
     return ShiftFit(
         species=potential.species,
         before=tuple(before.tolist()),
         after=tuple((before + change).tolist()),
         rms_before=_rms(errors / n_atoms),
-        rms_after=_rms(left / n_atoms),
+        rms_after=_rms(residuals / n_atoms),
         n_frames=len(rows),
     )
 
 
 @torch.no_grad()
 def set_shifts(potential: Potential, resolved: dict[str, Any], values: Sequence[float]) -> None:
-    """Give the model these shifts, eV, in its state and in its resolved options."""
+    """Set the shifts, eV, in the state and in the resolved options of the model."""
     shifts = shifts_of(potential)
     shifts.copy_(torch.tensor(values, dtype=torch.float64))
     if potential.interface.species_shifts() is not None:
@@ -255,11 +260,11 @@ def set_shifts(potential: Potential, resolved: dict[str, Any], values: Sequence[
 def _errors(
     potential: Potential, dataset: GraphDataset, rows: np.ndarray, device: torch.device
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Atoms of each species whose shift counts (n_frames, n_species), label - prediction (n_frames,) eV, atoms (n_frames,)."""
+    """(n_frames, n_species): counted atoms of each species; (n_frames,): label - prediction, eV; (n_frames,): atoms."""
     n_species, training = len(potential.species), potential.training
     counts, errors, n_atoms = [], [], []
     potential.to(device).eval()
-    for batch in batches_of_frames(dataset, rows, potential.cutoff, edges=EDGES_AT_ONCE):
+    for batch in batches_of_frames(dataset, rows, potential.cutoff, edges=BATCH_EDGES):
         n_frames = batch["n_atoms"].shape[0]
         on_device = {key: value.to(device) for key, value in batch.items()}
         predicted = potential(on_device, forces=False)["energy"].cpu()

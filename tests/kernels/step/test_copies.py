@@ -27,7 +27,7 @@ def test_tensors_begin_with_their_source_and_go_on_with_the_rest(share):
     room = [torch.zeros(length + 2, dtype=dtype, device=DEVICE) for dtype, length in cases]
     copies = Copies([tensor[1:-1] for tensor in room], rest)
     for given in (rest, sources):  # what was there before does not matter
-        copies.aim(numbers_of(*given))
+        copies.set_sources(numbers_of(*given))
         copies.launch()
     for found, source, others in zip(room, sources, rest):
         assert torch.equal(found[1:-1], torch.cat([source, others[source.numel() :]]))
@@ -38,4 +38,4 @@ def test_tensors_begin_with_their_source_and_go_on_with_the_rest(share):
 def test_a_source_that_does_not_fit_is_refused():
     copies = Copies([torch.zeros(3, device=DEVICE)], [torch.zeros(3, device=DEVICE)])
     with pytest.raises(ValueError, match="do not fit"):
-        copies.aim(numbers_of(torch.zeros(4, device=DEVICE)))
+        copies.set_sources(numbers_of(torch.zeros(4, device=DEVICE)))

@@ -291,6 +291,14 @@ def test_labels_are_moved_to_where_the_loss_is_finite(room, share, text):
             require_equal_evaluation(wrong(function), Engine(function), batch, 1e-9)
 
 
+def test_only_models_that_declare_convolutions_use_c_code_in_training(monkeypatch):
+    function = step_function(make_potential())
+    assert function.convolves_by_c
+    monkeypatch.setattr(type(function.potential.interface), "convolves", False)
+    assert not function.convolves_by_c
+    assert require_equal(Engine(function), Engine(function), labelled(4, 3), 1e-9).difference == 0.0
+
+
 def test_where_no_labels_give_a_finite_loss_the_rest_is_compared():
     """Eager would train on the same numbers; an engine that is finite there, or wrong in what is finite, is not the same."""
     function, batch = with_energy_loss(never_finite), labelled(4, 3)

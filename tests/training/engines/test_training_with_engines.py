@@ -7,6 +7,7 @@ import torch
 
 from forgefield.api import load_run
 from forgefield.errors import ForgefieldError
+from forgefield.training.engines import step
 from tests.support.helpers import tiny_config
 from tests.support.train_many import train_only
 
@@ -58,6 +59,33 @@ def test_what_auto_has_chosen_is_kept_for_the_resume(tmp_path, capsys):
     assert (again.path / "log.txt").read_text().count("Engine auto: eager") == 1
 
 
+def test_a_run_started_without_c_code_is_resumed_without(tmp_path):
+    """As runs of versions that had none: another rounding would not be the same training."""
+    settings = config(tmp_path, "resumed", "eager")
+    settings["trainer"] = {**settings["trainer"], "max_epochs": 1}
+    run = load_run(train_only(settings).path)
+    assert run.info["engine"]["c_code"] is True
+    run.write_info(engine={"name": "eager", "derivative": "double", "captured": None})
+    settings["trainer"]["max_epochs"] = 2
+    train_only(settings)
+    assert load_run(run.path).info["engine"]["c_code"] is False
+    assert (run.path / "log.txt").read_text().count("convolutions in C") == 1
+
+
+def test_a_run_started_with_c_code_needs_a_compiler_to_be_resumed(tmp_path, monkeypatch):
+    settings = config(tmp_path, "compiled", "eager")
+    settings["trainer"] = {**settings["trainer"], "max_epochs": 1}
+    train_only(settings)
+    monkeypatch.setattr(step, "can_use_c", lambda: False)
+    settings["trainer"]["max_epochs"] = 2
+    with pytest.raises(
+        ForgefieldError, match="started with convolutions compiled from C, and .* no working C compiler"
+    ):
+        train_only(settings)
+    settings["training"]["kernels"] = {"edges": False}
+    assert len(course(train_only(settings))) == 2
+
+
 def test_graphs_on_a_cpu_are_refused_and_leave_nothing(tmp_path):
     with pytest.raises(ForgefieldError, match="CUDA graphs need an NVIDIA GPU"):
         train_only(config(tmp_path, "graphs", "graphs"))
@@ -69,4 +97,5 @@ def test_a_scripted_training_takes_the_course_of_an_eager_one(tmp_path):
     eager, scripted = (train_only(config(tmp_path, name, name, accumulate=2)) for name in ("eager", "script"))
     assert course(scripted) == pytest.approx(course(eager), rel=1e-9)
     assert torch.isfinite(torch.tensor(course(eager))).all()
-    assert load_run(scripted.path).info["engine"] == {"name": "script", "derivative": "double", "captured": None}
+    stored = {"name": "script", "derivative": "double", "captured": None, "c_code": False}
+    assert load_run(scripted.path).info["engine"] == stored

@@ -49,8 +49,8 @@ def test_an_encoder_is_taken_over_and_heads_follow_the_task(folder, capsys):
     task = {"gap": {}, "moduli": {}, "energy": {}}
     run = train_only(config(folder, "next", task, "first", training=still))
     said = capsys.readouterr().out
-    assert "Taken over: the encoder, the head of gap. New: a head for moduli. New: an energy" in said
-    assert "Left out: denoise" in said
+    assert "Reused: the encoder, the head of gap. New: a head for moduli. New: an energy" in said
+    assert "Removed: denoise" in said
     before, after = (train_only(config(folder, "first", {"denoise": {}, "gap": {}})), run)
     old, new = (made.load_potential("last").state_dict() for made in (before, after))
     taken = [name for name in new if name in old and "energy_s" not in name]
@@ -66,7 +66,7 @@ def test_a_head_of_another_shape_is_new(folder, capsys):
     wide = {"heads": {"gap": {"hidden": [8]}}}
     made = config(folder, "wide", {"gap": {}}, "first", model=wide)
     run = train_only(made)
-    assert "New: a head for gap. Left out: denoise" in capsys.readouterr().out
+    assert "New: a head for gap. Removed: denoise" in capsys.readouterr().out
     assert run.heads["gap"]["hidden"] == [8]
     with pytest.raises(ForgefieldError, match=r"model\.heads\.gab: the task has no target of that name"):
         train_only(config(folder, "wrong", {"gap": {}}, "first", model={"heads": {"gab": {}}}))
@@ -185,7 +185,10 @@ def test_what_a_run_with_low_rank_changes_writes_is_a_plain_model(folder):
         ({"freeze": ["modle.*"]}, r"training\.freeze: no trained parameter of the model matches 'modle\.\*'"),
         ({"freeze": ["*"]}, r"training\.freeze matches every parameter"),
         ({"lr_groups": {"head": 2.0}}, r"training\.lr_groups: no trained parameter .* matches 'head'.*heads"),
-        ({"lr_groups": {"model.*": 0.0}}, r"a positive factor of training\.lr; what is not to be trained goes into"),
+        (
+            {"lr_groups": {"model.*": 0.0}},
+            r"a positive factor of training\.lr; to exclude parameters from the training, use",
+        ),
         (
             {"lr_groups": {"*": 0.5, "model.*": 0.1}},
             r"training\.lr_groups\.model\.\*: everything that it matches is matched",
@@ -207,7 +210,7 @@ def test_low_rank_changes_of_what_is_no_matrix_are_refused(folder):
     with pytest.raises(ForgefieldError, match=r"no weight matrix of the model that is larger than rank 2 matches"):
         train_only(made)
     made = config(folder, "no-fit", {"gap": {}}, "first", model={"shifts": "fit"})
-    with pytest.raises(ForgefieldError, match=r"model\.shifts=fit fits shifts of energies, and the task has none"):
+    with pytest.raises(ForgefieldError, match=r"model\.shifts=fit fits shifts of energies, but the task has no energy"):
         train_only(made)
 
 
@@ -229,5 +232,5 @@ def test_a_deep_potential_that_gains_an_energy_has_its_shifts_fitted(folder, cap
     assert record["rms_before"] > 10.0
     assert record["rms_after"] < 1.0
     assert run.load_potential("last").model.out_bias.tolist() == shifts == record["after"]
-    with pytest.raises(ForgefieldError, match=r"the model has branches, each with energy shifts of its own"):
+    with pytest.raises(ForgefieldError, match=r"not supported for models with branches"):
         _energy_terms({"name": "deeppot", "branches": {"wet": {}, "dry": {}}}, {}, None, None)

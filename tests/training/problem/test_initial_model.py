@@ -201,20 +201,20 @@ def test_species_that_the_model_does_not_know_are_refused(place, tmp_path):
 
 
 REFUSED = {
-    "another cutoff": ({"data": {"cutoff": 4.0}}, r"data.cutoff is 4, and the model of run nequip was made for 3.5"),
+    "another cutoff": ({"data": {"cutoff": 4.0}}, r"data.cutoff is 4, but that of the model of run nequip is 3.5"),
     "the default cutoff": (
         {"data": {"cutoff": 5.0}},
-        r"data.cutoff is 5, and the model of run nequip was made for 3.5",
+        r"data.cutoff is 5, but that of the model of run nequip is 3.5",
     ),
-    "adaptive": ({"data": {"adaptive_cutoff": 6.0}}, r"data.adaptive_cutoff is 6, .* made for none"),
-    "neighbours": ({"data": {"max_neighbours": 9}}, r"data.max_neighbours is 9, .* made for none"),
+    "adaptive": ({"data": {"adaptive_cutoff": 6.0}}, r"data.adaptive_cutoff is 6, .* is none"),
+    "neighbours": ({"data": {"max_neighbours": 9}}, r"data.max_neighbours is 9, .* is none"),
     "energies": (
         {"data": {"reference_energies": {"Cu": -3.0, "Au": -3.0}}},
         r"data.reference_energies .* energy shifts",
     ),
     "another option": ({"num_layers": 3}, r"model.num_layers +2 -> 3"),
     "a preset": ({"preset": "S", "l_max": 1}, r"! model.num_features +\[4, 4\] -> \[128, 64\]"),
-    "another model": ({"name": "allegro"}, r"model.name is allegro, and run nequip holds a nequip"),
+    "another model": ({"name": "allegro"}, r"model.name is allegro, but run nequip has a model of the type nequip"),
     "a misspelt option": ({"num_layer": 2}, r"model.num_layer is not an option.*num_layers"),
     "a misspelt choice": ({"shifts": "fitted"}, r"'model.shifts' is keep or fit, not 'fitted'"),
     "other weights": ({"which": "first"}, r"'model.which' is best or last"),
@@ -284,7 +284,7 @@ def test_a_config_without_a_run_needs_its_cutoff_and_check_takes_the_model_of_th
     config = write_config(tmp_path / "further.yaml", extra_outputs(place, tmp_path, "nequip"))
     assert main(["check", str(config)]) == 0
     assert main(["check", str(config), "data.cutoff=4.5"]) == 2
-    assert "data.cutoff is 4.5, and the model of run nequip was made for" in capsys.readouterr().err
+    assert "data.cutoff is 4.5, but that of the model of run nequip is" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("source", ["nequip", "deeppot"])

@@ -47,7 +47,7 @@ def extra_outputs(folder: Path, **model: Any) -> dict[str, Any]:
 def test_old_species_keep_what_was_learnt_and_new_ones_are_learnt(kind, tmp_path, capsys):
     first_run(tmp_path, kind)
     run = train_only(extra_outputs(tmp_path) | {"training": {"lr": 1e-12, "ema": None}})
-    assert "New species, of which the model of run first learns from now on: Ni." in capsys.readouterr().out
+    assert "New species that are added to the model of run first: Ni." in capsys.readouterr().out
     before, after = load(tmp_path / "runs" / "first", which="last"), load(run, which="last")
     assert run.species == ("Cu", "Au", "Ni")
     known, model = before.model.out_bias, after.model
@@ -84,7 +84,7 @@ def test_only_what_is_trainable_from_now_on_is_trained_and_a_run_goes_on(tmp_pat
     ("descriptor", "model", "said"),
     [
         ({"sel": [60, 60]}, {}, "has slots for neighbours of its species only"),
-        ({}, {"shifts": "keep"}, "its energies have to be fitted for them: model.shifts=fit"),
+        ({}, {"shifts": "keep"}, "shifts have to be fitted: set model.shifts=fit"),
     ],
 )
 def test_what_cannot_take_up_species_says_so(descriptor, model, said, tmp_path):
