@@ -168,38 +168,16 @@ class RunProgress(ProgressBar):
     def on_test_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         self._begin("test", _count(trainer.num_test_batches))
 
-    def on_test_batch_end(
-        self,
-        trainer: L.Trainer,
-        pl_module: L.LightningModule,
-        outputs: STEP_OUTPUT,
-        batch: object,
-        batch_idx: int,
-        dataloader_idx: int = 0,
-    ) -> None:
-        self._batch += 1
-        self._refresh(trainer)
+    on_test_batch_end = on_validation_batch_end
+    on_predict_batch_end = on_validation_batch_end
 
     def on_test_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         self._finish()
 
+    on_predict_end = on_test_end
+
     def on_predict_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         self._begin("predict", _count(trainer.num_predict_batches))
-
-    def on_predict_batch_end(
-        self,
-        trainer: L.Trainer,
-        pl_module: L.LightningModule,
-        outputs: STEP_OUTPUT,
-        batch: object,
-        batch_idx: int,
-        dataloader_idx: int = 0,
-    ) -> None:
-        self._batch += 1
-        self._refresh(trainer)
-
-    def on_predict_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        self._finish()
 
     def on_exception(self, trainer: L.Trainer, pl_module: L.LightningModule, exception: BaseException) -> None:
         # Metrics are not read, because they may be the cause of the exception.

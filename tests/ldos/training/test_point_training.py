@@ -86,7 +86,7 @@ def test_the_test_verb_measures_snapshots_and_says_what_it_cannot(trained, capsy
     assert main(["test", str(run.path), "--which", "last", "--device", "cpu"]) == 0
     assert "s3.in.npy; last weights" in " ".join(capsys.readouterr().out.split())
     assert main(["test", str(run.path), "--data", str(folder / "s2.in.npy"), "data.cutoff=3"]) == 2
-    assert "'data.cutoff' has no meaning for test" in capsys.readouterr().err
+    assert "'data.cutoff' does not apply to test" in capsys.readouterr().err
 
 
 def test_a_share_of_the_points_is_validated_on_and_sampling_settings_hold(tmp_path):
@@ -247,7 +247,7 @@ def test_the_config_of_the_page_learns_beryllium_as_well_as_mala(tmp_path):
     (benchmarks/ldos_accuracy.py). The band energy of one snapshot depends too much on the seed to be compared.
     """
     page = (Path(__file__).parents[3] / "docs" / "guides" / "ldos.md").read_text(encoding="utf-8")
-    config = yaml.safe_load(page.split("`be.yaml`:")[1].split("\n\n")[1])
+    config = yaml.safe_load(page.split("`be.yaml`:")[1].split("```yaml\n")[1].split("```")[0])
     config["data"]["train"] = [str(BE / name) for name in config["data"]["train"]]
     config["data"]["val"] = str(BE / config["data"]["val"])
     config["training"] |= {"ema": None, "tensorboard": 0}
