@@ -39,17 +39,27 @@ $(SPHINX): $(INSTALLED)
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e ".[docs]"
 	touch $@
 
+# Executes the tutorials in docs/notebooks and stores them with their output, which takes about half an hour.
+tutorials: $(SPHINX)
+	PATH="$(CURDIR)/$(BIN):$$PATH" $(BIN)/python docs/execute.py
+
 docs: $(SPHINX)
 	$(BIN)/python -m sphinx -q -W --keep-going -b html docs docs/_build/html
 	@echo "docs/_build/html/index.html"
 
 # Three workers for two cores: some tests wait for launchers and schedulers, and others run meanwhile. After failures
 # in the first part (status 1) the kernel tests run as well.
-test: $(INSTALLED) $(TRITON)
+test: $(INSTALLED) $(TRITON) $(SPHINX)
 	OMP_NUM_THREADS=1 SYMPY_CACHE_SIZE=100000 $(BIN)/python -m pytest -n 3 --dist worksteal $(PYTEST_ARGS); \
 	  status=$$?; [ $$status -le 1 ] || exit $$status; \
 	  TRITON_INTERPRET=1 OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist worksteal $(KERNEL_TESTS) && \
 	  exit $$status
+
+# Source distribution and wheel in dist/; the wheel is installed into an environment of its own and trains there.
+dist: $(INSTALLED)
+	rm -rf build dist
+	$(BIN)/python -m build --outdir dist .
+	.ci/try-wheel $(PYTHON) dist/*.whl
 
 lint: $(INSTALLED)
 	$(BIN)/ruff check .

@@ -39,7 +39,9 @@ html_title = "Forgefield"
 html_static_path = ["_static"]
 html_css_files = ["forgefield.css"]
 html_show_sourcelink = False
-html_copy_source = False
+html_copy_source = True  # notebooks can be downloaded from there
+html_sourcelink_suffix = ""
+templates_path = ["_templates"]
 html_theme_options = {
     "logo": {"text": "Forgefield"},
     "header_links_before_dropdown": 6,
@@ -49,6 +51,7 @@ html_theme_options = {
     "show_prev_next": False,
     "show_toc_level": 2,
     "secondary_sidebar_items": ["page-toc"],
+    "article_header_end": ["download-notebook"],
     "footer_start": ["copyright"],
     "footer_end": [],
     "pygments_light_style": "a11y-high-contrast-light",

@@ -14,7 +14,7 @@ from ase import Atoms
 
 from forgefield.config.components import environment_of_children
 from forgefield.config.deepmd import convert_input
-from forgefield.config.loading import load_config, require_training_data
+from forgefield.config.loading import load_config, preset_path, require_training_data
 from forgefield.config.sources import read_yaml
 from forgefield.config.template import commented_yaml
 from forgefield.data.conversion import convert_data, sample_data
@@ -192,16 +192,14 @@ def train_example(overrides: list[str] | None = None, *, fresh: bool = False) ->
 
 def example_config(overrides: list[str], *, make: bool) -> Config:
     """The config of the built-in example. make: whether to generate missing data."""
-    from importlib.resources import as_file, files
-
     from forgefield.data.example import make_example
 
-    with as_file(files("forgefield.config") / "presets" / "example.yaml") as path:
-        folder = Path(read_yaml(path)["data"]["train"]).parent
-        if make and not all((folder / name).exists() for name in ("train.extxyz", "test.extxyz")):
-            print(f"Making a small data set with ASE's EMT (copper-gold alloys) in {folder} ...", flush=True)
-            make_example(folder, seed=0)
-        return load_config(path, overrides)
+    path = preset_path("example")
+    folder = Path(read_yaml(path)["data"]["train"]).parent
+    if make and not all((folder / name).exists() for name in ("train.extxyz", "test.extxyz")):
+        print(f"Making a small data set with ASE's EMT (copper-gold alloys) in {folder} ...", flush=True)
+        make_example(folder, seed=0)
+    return load_config(path, overrides)
 
 
 def load(

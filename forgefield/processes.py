@@ -48,8 +48,8 @@ def terminating() -> Iterator[None]:
         raise Terminated(number)
 
     def force(number: int) -> None:
-        is_ours = number == signal.SIGTERM and signal.getsignal(number) is end
-        if is_ours and not noticed.wait(STUCK_AFTER_S):
+        is_handled_here = number == signal.SIGTERM and signal.getsignal(number) is end
+        if is_handled_here and not noticed.wait(STUCK_AFTER_S):
             end_process(128 + number, "stopped by SIGTERM")
 
     signal.signal(signal.SIGTERM, end)
@@ -61,7 +61,7 @@ def terminating() -> Iterator[None]:
 
 
 @contextmanager
-def hearing_signals(tell: Callable[[int], None]) -> Iterator[None]:
+def hearing_signals(notify: Callable[[int], None]) -> Iterator[None]:
     """Inside the block a thread calls `tell` with every signal that has a handler, even while the main thread is in compiled
     code and cannot run that handler. Blocks may be nested; the inner one hears. Only in the main thread."""
     if threading.current_thread() is not threading.main_thread():
@@ -77,7 +77,7 @@ def hearing_signals(tell: Callable[[int], None]) -> Iterator[None]:
                 if number == 0:
                     os.close(read)
                     return
-                tell(number)
+                notify(number)
 
     threading.Thread(target=listen, daemon=True, name="signals").start()
     try:
@@ -142,12 +142,12 @@ def descendants() -> set[int]:
         with suppress(OSError, ValueError, IndexError):
             parent = int(entry.read_text(errors="replace").rpartition(")")[2].split()[1])
             children.setdefault(parent, []).append(int(entry.parent.name))
-    found: set[int] = set()
+    processes: set[int] = set()
     new = [os.getpid()]
     while new:
-        new = [child for process in new for child in children.get(process, ()) if child not in found]
-        found.update(new)
-    return found
+        new = [child for process in new for child in children.get(process, ()) if child not in processes]
+        processes.update(new)
+    return processes
 
 
 def kill(processes: Iterable[int]) -> None:

@@ -14,8 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from forgefield.config.option import seed_option
-from forgefield.config.refusals import check_choice, wrong
-from forgefield.config.sources import Sources
+from forgefield.config.sources import Sources, check_choice, wrong
 from forgefield.config.typed import select
 from forgefield.data.options import DataOptions, check_data
 from forgefield.errors import ForgefieldError

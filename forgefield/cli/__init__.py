@@ -158,9 +158,14 @@ def _overview() -> str:
 class Parser(argparse.ArgumentParser):
     """argparse that takes options anywhere, accepts no abbreviations and names the nearest valid option."""
 
-    def __init__(self, **settings: object) -> None:
-        defaults = {"allow_abbrev": False, "formatter_class": argparse.RawDescriptionHelpFormatter}
-        super().__init__(**{**defaults, **settings})  # type: ignore[arg-type]
+    def __init__(
+        self,
+        *,
+        prog: str | None = None,
+        description: str | None = None,
+        formatter_class: type[argparse.HelpFormatter] = argparse.RawDescriptionHelpFormatter,
+    ) -> None:
+        super().__init__(prog=prog, description=description, formatter_class=formatter_class, allow_abbrev=False)
 
     def parse(self, words: list[str]) -> argparse.Namespace:
         """All of `words`; overrides and options may stand in any order."""

@@ -1,7 +1,7 @@
-"""The checks behind "no option is ignored": keys, types and values of a composed config against the schema.
+"""Checks of a composed config: no key is unknown, and every value has the type and the limits that its option declares.
 
 `unknown_key` answers for one dotted key; `typed_config` turns plain values into a config of the schema's types;
-`check_values` refuses values that have the right type and no meaning. Every message names the place, the key and what
+`check_values` refuses values that have the right type and are not allowed. Every message names the location, the key and what
 would be right.
 """
 
@@ -18,8 +18,7 @@ from typing import TYPE_CHECKING, Any
 from forgefield.config.nearest import did_you_mean, nearest
 from forgefield.config.option import IMPORT_PATH, Limits, limits_of
 from forgefield.config.peer_terms import KEYS
-from forgefield.config.refusals import check_choice, wrong
-from forgefield.config.sources import Sources
+from forgefield.config.sources import Sources, check_choice, wrong
 from forgefield.config.typed import alternatives, convert, field_types, is_optional, section_class, without_none
 from forgefield.errors import ForgefieldError
 from forgefield.ldos.options import PointTaskOptions
@@ -46,7 +45,7 @@ def unknown_key(key: str, fields: Collection[str] | None = None, *, points: bool
     """None where the schema has this dotted key, else a hint: the nearest valid key, or the valid keys.
 
     fields: of the data, as far as the config names them. Without, any other name in `task` may be one of a store's, unless it
-    looks like one of our own targets. points: whether samples are grid points, whose task is another.
+    resembles the name of a target. points: whether samples are grid points, which have other targets.
     """
     cls: type = Config
     parts = key.split(".")
@@ -76,7 +75,7 @@ def _may_be_field(name: str, fields: Collection[str] | None) -> bool:
 
 
 def check_keys(values: Mapping[str, Any], sources: Sources, *, variables: Sequence[str] = ()) -> None:
-    """Refuse every key that the schema does not have. `variables` are top-level keys of the user's own."""
+    """Refuse every key that the schema does not have. `variables` are top-level keys that the user defines."""
     fields, points = declared_fields(values), has_points(values)
     for key in _paths(values, Config, "", points=points):
         if key in variables:
@@ -87,11 +86,11 @@ def check_keys(values: Mapping[str, Any], sources: Sources, *, variables: Sequen
 
 
 def declared_fields(values: Mapping[str, Any]) -> list[str] | None:
-    """Names of the fields in `data.labels.fields`, or None where it says nothing."""
-    found: object = values
+    """Names of the fields in `data.labels.fields`, or None if it is not set."""
+    value: object = values
     for part in ("data", "labels", "fields"):
-        found = found.get(part) if isinstance(found, Mapping) else None
-    return [str(name) for name in found] if isinstance(found, Mapping) else None
+        value = value.get(part) if isinstance(value, Mapping) else None
+    return [str(name) for name in value] if isinstance(value, Mapping) else None
 
 
 def refuse_lists(content: Mapping[str, Any], sources: Sources) -> None:
@@ -105,7 +104,7 @@ def refuse_lists(content: Mapping[str, Any], sources: Sources) -> None:
 
 
 def typed_config(values: Mapping[str, Any], sources: Sources) -> Config:
-    """A config of the schema's types, defaults filled in, from plain values whose keys are known to be valid."""
+    """A config from plain values whose keys have been checked; settings that are missing get their defaults."""
     config = Config()
     if "task" in values:
         values = {**values, "task": as_typed(values["task"], points=has_points(values))}
@@ -147,7 +146,7 @@ def stored_config(values: Mapping[str, Any], sources: Sources) -> Config:
 
 def _with_known_keys(values: Mapping[str, Any], cls: type) -> dict[str, Any]:
     """The plain values of a section without those that the section does not have."""
-    known: dict[str, Any] = {}
+    supported: dict[str, Any] = {}
     for name, kind in field_types(cls).items():
         if name not in values:
             continue
@@ -158,8 +157,8 @@ def _with_known_keys(values: Mapping[str, Any], cls: type) -> dict[str, Any]:
         elif of_each is not None and isinstance(value, Mapping):
             sections = {key: item for key, item in value.items() if isinstance(item, Mapping)}
             value = {key: _with_known_keys(item, of_each) for key, item in sections.items()}
-        known[name] = value
-    return known
+        supported[name] = value
+    return supported
 
 
 def check_values(config: Config, sources: Sources) -> None:
@@ -254,19 +253,19 @@ def _hint(parts: list[str], depth: int, siblings: list[str]) -> str:
     close = nearest(word, siblings)
     elsewhere = [key for key in schema_keys() if key.rpartition(".")[2] == word]
     if close is not None and close.lower() == word.lower():
-        found = prefix + close
+        match = prefix + close
     elif word in KEYS:
-        found = KEYS[word]
+        match = KEYS[word]
     elif len(elsewhere) == 1:
-        found = elsewhere[0]
+        match = elsewhere[0]
     elif close is not None:
-        found = prefix + close
+        match = prefix + close
     elif parts[0] != "trainer" and word in trainer_keys():
-        found = f"trainer.{word}"
+        match = f"trainer.{word}"
     else:
-        found = ""
-    if found:
-        return f" Did you mean '{found}'?"
+        match = ""
+    if match:
+        return f" Did you mean '{match}'?"
     section = f"'{prefix[:-1]}' has" if prefix else "Valid are"
     return f" {section}: {', '.join(siblings)}."
 

@@ -1,9 +1,9 @@
-"""A user's model, loss, callback, logger or optimiser by import path: the only place that imports code which a file names.
+"""A user's model, loss, callback, logger or optimiser by import path: the only module that imports code named in a file.
 
-Every name passes three checks before anything is called: the file may name code at all (`Trust`), the name is found, and it is
-a class of the expected kind, a function whose return annotation says that it makes one, or, for a loss, a function. A missing
+Every name passes three checks before anything is called: the file may name code at all (`Trust`), the name exists, and it is
+a class of the expected kind, a function whose return annotation is such a class, or, for a loss, a function. A missing
 module, a name that is not in it and an unknown option are errors that name the nearest valid one.
-User modules lie in the working directory or next to the config file (`also_look_in`).
+User modules are in the working directory or next to the config file (`also_look_in`).
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ _FOLDERS: list[Path] = []
 
 
 LOOK_IN = "FORGEFIELD_LOOK_IN"
-"""Variable by which a process tells those it starts where the modules named in its config are."""
+"""Environment variable with the folders in which child processes search for modules named in a config."""
 
 
 MOVED = {
@@ -51,7 +51,7 @@ MOVED = {
 
 
 def also_look_in(folder: str | Path) -> None:
-    """From now on, and for the whole process, let `import_class` find modules in `folder` (of a config file) too."""
+    """Let `import_class` also search `folder`, that of a config file, until the process ends."""
     folder = Path(folder).absolute()
     if folder in _FOLDERS:
         _FOLDERS.remove(folder)
@@ -62,14 +62,14 @@ def environment_of_children() -> dict[str, str]:
     """This process' variables, with what lets the processes it starts find the same modules."""
     return {
         **os.environ,
-        "PYTHONPATH": os.pathsep.join(place or os.getcwd() for place in sys.path),
+        "PYTHONPATH": os.pathsep.join(entry or os.getcwd() for entry in sys.path),
         LOOK_IN: os.pathsep.join(str(folder) for folder in _FOLDERS),
     }
 
 
 def look_where_the_parent_did() -> None:
     """In a process that was started with `environment_of_children`: find the same modules."""
-    for folder in reversed([place for place in os.environ.get(LOOK_IN, "").split(os.pathsep) if place]):
+    for folder in reversed([word for word in os.environ.get(LOOK_IN, "").split(os.pathsep) if word]):
         also_look_in(folder)
 
 
@@ -93,30 +93,30 @@ def import_class(
     folders : searched after installed packages and the working directory.
     factories : whether a function will do whose return annotation is one of `kinds` or a subclass of it.
     """
-    found = _import(path, where=where, trust=trust, folders=folders)
+    target = _import(path, where=where, trust=trust, folders=folders)
     kinds = kinds if isinstance(kinds, tuple) else (kinds,)
-    if inspect.isclass(found) and issubclass(found, kinds):
-        return found
+    if inspect.isclass(target) and issubclass(target, kinds):
+        return target
     names = " or ".join(_full_name(kind) for kind in kinds)
-    if factories and inspect.isfunction(found):
-        made = _return_annotation(found)
+    if factories and inspect.isfunction(target):
+        made = _return_annotation(target)
         if inspect.isclass(made) and issubclass(made, kinds):
-            return found
+            return target
         raise ForgefieldError(
-            f"{where}: {path} is a function whose return annotation does not say that it makes a {names}, so it was not "
-            f"called; write `def {found.__name__}(...) -> {names}:`, or name a class."
+            f"{where}: {path} is a function whose return annotation is not {names}, so it was not "
+            f"called; write `def {target.__name__}(...) -> {names}:`, or name a class."
         )
     raise ForgefieldError(
-        f"{where}: {path} is {_described(found)}, not a class derived from {names}; it was not called."
+        f"{where}: {path} is {_described(target)}, not a class derived from {names}; it was not called."
     )
 
 
 def import_function(path: str, *, where: str, trust: Trust) -> Callable[..., Any]:
     """The function that `pkg.module.name` names; it has not been called."""
-    found = _import(path, where=where, trust=trust)
-    if not inspect.isroutine(found):
-        raise ForgefieldError(f"{where}: {path} is {_described(found)}, not a function.")
-    return found
+    target = _import(path, where=where, trust=trust)
+    if not inspect.isroutine(target):
+        raise ForgefieldError(f"{where}: {path} is {_described(target)}, not a function.")
+    return target
 
 
 def builtin_class(path: str) -> Any:
@@ -149,18 +149,18 @@ def _import(path: str, *, where: str, trust: Trust, folders: Sequence[str | Path
 
 
 def _attribute(parts: Sequence[str], path: str, places: Sequence[Path], run: Path | None) -> Any:
-    found: object = _module(parts[0], path, places=places)
+    target: object = _module(parts[0], path, places=places)
     for depth, part in enumerate(parts[1:], start=1):
-        if not hasattr(found, part) and isinstance(found, ModuleType) and hasattr(found, "__path__"):
+        if not hasattr(target, part) and isinstance(target, ModuleType) and hasattr(target, "__path__"):
             inner = ".".join(parts[: depth + 1])
             _refuse_code_in_runs(inner, path, run)
             _module(inner, path, optional=True)
-        if not hasattr(found, part):
+        if not hasattr(target, part):
             owner = ".".join(parts[:depth])
-            names = [name for name in dir(found) if not name.startswith("_")]
+            names = [name for name in dir(target) if not name.startswith("_")]
             raise ForgefieldError(f"'{path}': {owner} has no '{part}'.{did_you_mean(part, names)}")
-        found = getattr(found, part)
-    return found
+        target = getattr(target, part)
+    return target
 
 
 def _full_name(kind: type) -> str:
@@ -171,21 +171,21 @@ def _full_name(kind: type) -> str:
     return f"{public}.{kind.__name__}"
 
 
-def _described(found: object) -> str:
-    if inspect.isclass(found):
-        return f"the class {found.__module__}.{found.__qualname__}"
-    return "a function" if inspect.isroutine(found) else f"a {type(found).__name__}"
+def _described(target: object) -> str:
+    if inspect.isclass(target):
+        return f"the class {target.__module__}.{target.__qualname__}"
+    return "a function" if inspect.isroutine(target) else f"a {type(target).__name__}"
 
 
 def _return_annotation(function: Callable[..., Any]) -> Any:
     try:
         return typing.get_type_hints(function).get("return")
-    except Exception:  # an annotation that names what is not there says nothing
+    except Exception:  # an annotation that names something undefined
         return None
 
 
 def _refuse_code_in_runs(name: str, path: str, run: Path | None) -> None:
-    """Refuse the module `name`, whose parents have been imported, if it lies in `run` or any other run folder."""
+    """Refuse the module `name`, whose parents have been imported, if it is in `run` or any other run folder."""
     if name in sys.modules:
         loaded = sys.modules[name]
         origins = [getattr(loaded, "__file__", None), *getattr(loaded, "__path__", ())]
@@ -194,8 +194,8 @@ def _refuse_code_in_runs(name: str, path: str, run: Path | None) -> None:
         origins = [] if spec is None else [*(spec.submodule_search_locations or ())]
         origins += [spec.origin] if spec is not None and spec.has_location else []
     for origin in filter(None, origins):
-        place = Path(origin).resolve()
-        for folder in (place, *place.parents):
+        file = Path(origin).resolve()
+        for folder in (file, *file.parents):
             if (run is not None and folder == run.resolve()) or _is_run(folder):
                 raise ForgefieldError(
                     f"'{path}': {origin} lies in the run folder {folder}, and code in a run is never executed; move the "
@@ -208,14 +208,14 @@ def _is_run(folder: Path) -> bool:
 
 
 def user_module_folder(path: str) -> Path | None:
-    """The folder to search for the module of an imported `path`; None where Python finds it without being told."""
+    """The folder to search for the module of an imported `path`; None if Python finds it without that."""
     file = getattr(sys.modules.get(str(path).split(".")[0]), "__file__", None)
     if file is None:
         return None
     folder = Path(file).absolute().parent
     folder = folder.parent if Path(file).stem == "__init__" else folder
-    known = {Path(entry or ".").absolute() for entry in sys.path}
-    return None if folder in known else folder
+    searched = {Path(entry or ".").absolute() for entry in sys.path}
+    return None if folder in searched else folder
 
 
 def check_signature(
@@ -231,22 +231,22 @@ def check_signature(
     `supplied` are the arguments that Forgefield passes itself; a user cannot set them.
     """
     valid, takes_any = _keywords(target)
-    place = f"{file}: " if file is not None else ""
+    prefix = f"{file}: " if file is not None else ""
     name = getattr(target, "__name__", str(target))
     for key in options:
         if key in supplied:
-            raise ForgefieldError(f"{place}'{where}.{key}' is set by Forgefield itself; leave it out.")
+            raise ForgefieldError(f"{prefix}'{where}.{key}' is set by Forgefield itself; leave it out.")
         if not takes_any and key not in valid:
             allowed = [option for option in valid if option not in supplied]
             hint = did_you_mean(str(key), allowed) or f" It takes: {', '.join(allowed) or 'no options'}."
-            raise ForgefieldError(f"{place}unknown key '{where}.{key}': {name} has no option '{key}'.{hint}")
+            raise ForgefieldError(f"{prefix}unknown key '{where}.{key}': {name} has no option '{key}'.{hint}")
 
 
 def _keywords(target: Callable[..., Any]) -> tuple[list[str], bool]:
     """Names that can be passed by keyword, and whether any name is taken."""
     try:
         parameters = inspect.signature(target).parameters.values()
-    except ValueError:  # some functions written in C do not say what they take; calling them will
+    except ValueError:  # some functions written in C have no signature; calling them checks the arguments
         return [], True
     named = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
     names = [parameter.name for parameter in parameters if parameter.kind in named and parameter.name != "self"]
@@ -254,7 +254,7 @@ def _keywords(target: Callable[..., Any]) -> tuple[list[str], bool]:
 
 
 def _module(name: str, path: str, *, places: Sequence[Path] = (), optional: bool = False) -> ModuleType | None:
-    """Import one module, searched in `places`; `optional` where an attribute of that name would do as well."""
+    """Import one module, searched in `places`. optional: return None if there is none, because it may be an attribute."""
     try:
         return importlib.import_module(name)
     except ModuleNotFoundError as error:
@@ -272,7 +272,7 @@ def _module(name: str, path: str, *, places: Sequence[Path] = (), optional: bool
 
 
 def _modules_in(places: Sequence[Path]) -> list[str]:
-    return [file.stem for place in places for file in place.glob("*.py")]
+    return [file.stem for folder in places for file in folder.glob("*.py")]
 
 
 def _refuse_namesake(name: str, path: str) -> None:
@@ -281,17 +281,17 @@ def _refuse_namesake(name: str, path: str) -> None:
     if loaded is None:
         return
     specs = (finder.find_spec(name, None) for finder in sys.meta_path if hasattr(finder, "find_spec"))
-    found = next((spec.origin for spec in specs if spec is not None), None)
-    if found is not None and Path(found).is_file() and Path(found).resolve() != Path(loaded).resolve():
+    origin = next((spec.origin for spec in specs if spec is not None), None)
+    if origin is not None and Path(origin).is_file() and Path(origin).resolve() != Path(loaded).resolve():
         raise ForgefieldError(
-            f"'{path}': {found} is meant, but this process has already imported another module '{name}' from {loaded}; "
+            f"'{path}': {origin} is meant, but this process has already imported another module '{name}' from {loaded}; "
             "rename one of the two, or use a process for each."
         )
 
 
 @contextmanager
 def _searching(folders: Sequence[Path]) -> Iterator[None]:
-    """Let imports also look into `folders`, behind everything installed, and tidy up afterwards."""
+    """Inside, imports also search `folders`, after installed packages."""
     added = [str(folder) for folder in folders if str(folder) not in sys.path]
     sys.path.extend(added)
     # A file written a moment ago is otherwise invisible to the import system.

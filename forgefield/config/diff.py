@@ -1,6 +1,6 @@
 """What differs between two configs, and whether a run that continues under the new one would still mean the same.
 
-Only settings that say how long, where and how visibly a run goes may change on resume; everything else would make the
+Only settings of the length, the location and the output of a run may change on resume; everything else would make the
 second half of a run a different experiment.
 """
 
@@ -50,7 +50,7 @@ HARMLESS = (
     "trainer.strategy",
     "trainer.plugins",
     "trainer.default_root_dir",
-    # What is shown and kept.
+    # Output and checkpoints.
     "trainer.logger",
     "trainer.log_every_n_steps",
     "trainer.enable_progress_bar",
@@ -81,11 +81,11 @@ class Change:
 
 def config_diff(old: Config, new: Config) -> list[Change]:
     """All settings that differ, in the order of the new config. A setting left out counts as its default."""
-    given = as_dict(new)
-    defaults = _all_defaults(points=has_points(given))
+    values = as_dict(new)
+    defaults = _all_defaults(points=has_points(values))
     return [
         Change(key, before, after, meaning=not _harmless(key))
-        for key, before, after in _differences(as_dict(old), given, defaults, "")
+        for key, before, after in _differences(as_dict(old), values, defaults, "")
     ]
 
 

@@ -1,8 +1,8 @@
 """From a YAML file (a DeePMD-kit input, a mapping) and overrides to one checked config.
 
 Hydra composes: `key=value`, `+`, `++`, `~`, defaults lists and config groups in the file's folder mean what they mean
-there. The schema's defaults lie underneath. Afterwards every key, type and value is checked, interpolations are
-resolved and the user's own variables are dropped.
+there. Declared defaults apply to everything else. Afterwards every key, type and value is checked, interpolations are
+resolved and variables that the user defined are removed.
 """
 
 from __future__ import annotations
@@ -35,9 +35,8 @@ from forgefield.config.checking import (
 )
 from forgefield.config.components import also_look_in
 from forgefield.config.deepmd import is_deepmd_input, read_input, translate
-from forgefield.config.hydra_state import DEFAULTS, ENTRY, USER, hydra_for, store
+from forgefield.config.hydra import DEFAULTS, ENTRY, RESOLVERS, USER, hydra_for, register_resolvers, store
 from forgefield.config.nearest import did_you_mean
-from forgefield.config.resolvers import RESOLVERS, register_resolvers
 from forgefield.config.sources import Sources, first_line, read_text, read_yaml
 from forgefield.config.trust import Trust, named_code, refuse_interpolations
 from forgefield.errors import ForgefieldError
@@ -71,9 +70,9 @@ WHOLE = (
     "trainer.max_time",
     "model.*",
 )
-"""Settings whose mapping is one value: given as an override, it replaces what is there. Other mappings are merged."""
+"""Settings whose mapping is one value: as an override it replaces the old value. Other mappings are merged."""
 INITIAL_MODEL = {"which": "best", "shifts": "keep"}
-"""Settings of a `model` that is taken from a run, beside `from`: its weights, and whether its energy shifts are fitted."""
+"""Settings of `model.from`, a model that is taken from a run: its weights, and whether its energy shifts are fitted."""
 Source = str | Path | Mapping[str, Any] | Config
 """What a config is read from: a file, plain values, or a loaded config."""
 PRESETS = Path(__file__).parent / "presets"
@@ -88,10 +87,10 @@ def load_config(
     """The checked config of a file, a mapping, or (None) the defaults alone, with `overrides` as on the command line.
 
     All defaults are present, interpolations are resolved, files under `data` are absolute, and `name` is the stem
-    of the file where nothing else is said. From then on the user's own modules are also found next to the file.
+    of the file unless it is set. From then on, user modules are also searched next to the file.
 
     Nothing is imported here, but what a config names is imported when it is used. A file in a run folder is part of the run: it
-    may name code only where `trust_code` allows it, and modules next to it are not found.
+    may name code only where `trust_code` allows it, and modules next to it are not imported.
     """
     register_resolvers()
     sources, content, folder = _read(source)
@@ -129,7 +128,7 @@ def override_config(config: Config, overrides: Sequence[str], *, allowed: Sequen
         if not any(key == name or key.startswith(f"{name}.") for name in allowed):
             hint = "" if unknown_key(key) is None else did_you_mean(key, allowed)
             raise ForgefieldError(
-                f"command line ('{text}'): '{key}' has no meaning for {verb}, which takes {', '.join(allowed)}.{hint}"
+                f"command line ('{text}'): '{key}' does not apply to {verb}, which takes {', '.join(allowed)}.{hint}"
             )
     return load_config(config, overrides)
 
@@ -142,8 +141,8 @@ def override_keys(overrides: Sequence[str]) -> list[str]:
 def require_training_data(config: Config, file: str | Path | None = None) -> None:
     """Refuse a config that names no data to train on. (An imported model's config has none, and that is fine.)"""
     if config.data.train in (None, []):
-        place = f"{file}: " if file is not None else ""
-        raise ForgefieldError(f"{place}'data.train' is missing: name the file, folder or pattern to train on.")
+        prefix = f"{file}: " if file is not None else ""
+        raise ForgefieldError(f"{prefix}'data.train' is missing: name the file, folder or pattern to train on.")
 
 
 def preset_path(name: str) -> Path:
@@ -159,7 +158,7 @@ def preset_path(name: str) -> Path:
 
 
 def _read(source: Source | None) -> tuple[Sources, dict[str, Any], Path]:
-    """Places, content and folder of what the user gave."""
+    """Locations of the keys, content and folder of a source."""
     if source is None:
         return Sources(), {}, Path.cwd()
     if isinstance(source, (str, Path)):
@@ -169,17 +168,16 @@ def _read(source: Source | None) -> tuple[Sources, dict[str, Any], Path]:
             return Sources(main=path, translated=True), translate(content, path), path.absolute().parent
         if path.suffix == ".json":
             raise ForgefieldError(
-                f"{path} is not an input of DeePMD-kit, which has the sections 'model' and 'training', and our own configs are "
-                "YAML; `forgefield init DATA` writes one."
+                f"{path} is not an input of DeePMD-kit, which has the sections 'model' and 'training', and a config of "
+                "Forgefield is YAML; `forgefield init DATA` writes one."
             )
         return Sources(main=path), content, path.absolute().parent
     if isinstance(source, Config):
         return Sources(), as_dict(source), Path.cwd()
-    if isinstance(source, DictConfig):
-        source = OmegaConf.to_container(source, resolve=False)  # type: ignore[assignment]
-    if not isinstance(source, Mapping):
+    values = OmegaConf.to_container(source, resolve=False) if isinstance(source, DictConfig) else source
+    if not isinstance(values, Mapping):
         raise ForgefieldError(f"a config is a file, a mapping or a loaded config, not a {type(source).__name__}.")
-    content = {str(key): as_written(value) if key == "task" else value for key, value in source.items()}
+    content = {str(key): as_written(value) if key == "task" else value for key, value in values.items()}
     return Sources(), content, Path.cwd()
 
 
@@ -199,7 +197,7 @@ def _compose(content: dict[str, Any], overrides: list[str], sources: Sources, fo
             else:
                 _note_main(sources)
             refuse_lists(content, sources)
-            if sources.given("hydra"):
+            if sources.in_files("hydra"):
                 raise ForgefieldError(
                     f"{sources.where('hydra')}: 'hydra' settings have no effect in Forgefield; leave them out."
                 )
@@ -262,7 +260,7 @@ def _groups(loader: ConfigLoader, item: Override) -> list[str]:
 
 
 def _note_main(sources: Sources) -> None:
-    """Record the keys of the file that the user named, where they are ours."""
+    """Record the keys of the file that the user named, unless it is an input of another program."""
     if sources.main is not None and not sources.translated:
         sources.add_text(read_text(sources.main), sources.main)
 
@@ -282,12 +280,12 @@ def _note_files(loader: ConfigLoader, groups: list[str], sources: Sources, folde
 
 
 def _lines(item: Override, content: Mapping[str, Any], sources: Sources, groups: Sequence[str]) -> list[str]:
-    """What Hydra is told for one override. Hydra merges mappings; where the result would be a mixture that nobody
-    asked for (the options of one scheduler with the name of another), the old value is taken away first.
+    """The overrides for Hydra that one override becomes. Hydra merges mappings; if the result would be an unintended mixture
+    (the options of one scheduler with the name of another), the old value is removed first.
     """
     line, lines = _prefixed(item, content, sources), []
     for key in _replaced(item):
-        if item.is_add() and (sources.given(key) or _in(content, key)):
+        if item.is_add() and (sources.in_files(key) or _in(content, key)):
             raise ForgefieldError(
                 f"command line ('{item.input_line}'): the config gives '{key}' already; leave out the + to replace it."
             )
@@ -296,7 +294,7 @@ def _lines(item: Override, content: Mapping[str, Any], sources: Sources, groups:
 
 
 def _replaced(item: Override) -> list[str]:
-    """Keys whose value an override replaces as a whole, whatever it was."""
+    """Keys whose value an override replaces instead of merging."""
 
     def walk(key: str, value: object) -> Iterator[str]:
         if not isinstance(value, dict):
@@ -314,8 +312,8 @@ def _replaced(item: Override) -> list[str]:
 
 def _emptying(section: str, content: Mapping[str, Any], sources: Sources) -> list[str]:
     """Overrides that leave nothing in a section that is a config group, too: those cannot be set to null in Hydra."""
-    given = [*sources.places, *(name for name, _ in sources.overrides)]
-    names = {name.split(".")[1] for name in given if name.startswith(f"{section}.")}
+    keys = [*sources.places, *(name for name, _ in sources.overrides)]
+    names = {name.split(".")[1] for name in keys if name.startswith(f"{section}.")}
     inside = content.get(section)
     names |= set(map(str, inside)) if isinstance(inside, Mapping) else set()
     # Set and then removed: what is not there, or is null, cannot be removed.
@@ -325,10 +323,10 @@ def _emptying(section: str, content: Mapping[str, Any], sources: Sources) -> lis
 def _prefixed(item: Override, content: Mapping[str, Any], sources: Sources) -> str:
     """An override as Hydra needs it: the schema's keys can be set whether the file mentions them or not."""
     key, text = str(item.key_or_group), str(item.input_line)
-    is_variable = key.partition(".")[0] not in schema_keys() and sources.given(key)
+    is_variable = key.partition(".")[0] not in schema_keys() and sources.in_files(key)
     if not is_variable:
         fields = declared_fields(content)
-        if fields is None and sources.given("data.labels.fields"):  # in another file; judged when all are together
+        if fields is None and sources.in_files("data.labels.fields"):  # in another file; judged when all are together
             fields = key.split(".")[1:2]
         points = has_points(content) or sources.explicit("data.points")
         hint = unknown_key(key, fields, points=points)
@@ -337,18 +335,18 @@ def _prefixed(item: Override, content: Mapping[str, Any], sources: Sources) -> s
                 hint = did_you_mean(key, content) or hint
             raise ForgefieldError(f"command line ('{text}'): unknown key '{key}'.{hint}")
     if item.is_delete():
-        if not sources.given(key) and not _in(content, key):
+        if not sources.in_files(key) and not _in(content, key):
             raise ForgefieldError(
                 f"command line ('{text}'): the config does not give '{key}', so there is nothing to remove; "
                 f"'{key}=null' turns an optional setting off."
             )
         return text
-    if key.startswith("task.") and not sources.given("task") and not isinstance(content.get("task"), Mapping):
+    if key.startswith("task.") and not sources.in_files("task") and not isinstance(content.get("task"), Mapping):
         raise ForgefieldError(
             f"command line ('{text}'): the config has no 'task' section, so the data decides what is trained; "
             "to change that give all of it, as in 'task={energy: {weight: 1}, forces: {weight: 10}}'."
         )
-    if item.is_add() and (sources.given(key) or _in(content, key)):
+    if item.is_add() and (sources.in_files(key) or _in(content, key)):
         return text
     return text if is_variable or item.is_force_add() else f"++{text.lstrip('+')}"
 
@@ -364,10 +362,10 @@ def _in(content: object, key: str) -> bool:
 def _defaults(content: Mapping[str, Any], sources: Sources) -> dict[str, Any]:
     """The schema's defaults as plain values. A model that the user names replaces the default model and its options."""
     defaults = deepcopy(_schema_defaults())
-    # Left open, so that a list or a mapping in the wrong place gets a sentence of ours and not a merge error.
+    # Untyped, so that a misplaced list or mapping is reported by Forgefield's checks, not as a merge error of OmegaConf.
     defaults["trainer"] = defaults["callbacks"] = None
     named = sources.explicit("model.name") or sources.explicit("model.from")
-    if content.get("model") is not None or sources.given("model") or named:
+    if content.get("model") is not None or sources.in_files("model") or named:
         defaults["model"] = None
     elif has_points(content) or sources.explicit("data.points"):
         defaults["model"] = {"name": "ldos"}
@@ -386,8 +384,8 @@ def _composition_error(error: Exception, overrides: Sequence[str], sources: Sour
     if cause is not None and str(cause) and str(cause) not in detail:
         detail += f" ({first_line(cause)})"
     guilty = next((f"command line ('{text}')" for text in overrides if text in detail), None)
-    place = guilty or (str(sources.main) if sources.main is not None else "config")
-    return ForgefieldError(f"{place}: {detail.replace(USER, str(sources.main or 'config')).rstrip('.')}.")
+    where = guilty or (str(sources.main) if sources.main is not None else "config")
+    return ForgefieldError(f"{where}: {detail.replace(USER, str(sources.main or 'config')).rstrip('.')}.")
 
 
 def _yaml_error(error: yaml.YAMLError) -> ForgefieldError:
@@ -405,23 +403,23 @@ def _yaml_error(error: yaml.YAMLError) -> ForgefieldError:
 
 
 def _variables(composed: Mapping[str, Any], texts: Sequence[str], sources: Sources) -> list[str]:
-    """Top-level keys of the user's own: plain values that an interpolation in `texts` refers to."""
-    known = {key for key in schema_keys() if "." not in key}
-    found = []
+    """Top-level keys that the user defined: plain values to which an interpolation in `texts` refers."""
+    sections = {key for key in schema_keys() if "." not in key}
+    variables = []
     for key, value in composed.items():
-        if key in known or isinstance(value, Mapping):
+        if key in sections or isinstance(value, Mapping):
             continue
         reference = re.compile(
             r"\$\{\s*(oc\.(select|dict\.keys|dict\.values):\s*)?\.*" + re.escape(key) + r"\s*[.}\[,]"
         )
         if any(reference.search(text) for text in texts):
-            found.append(key)
+            variables.append(key)
         else:
             hint = unknown_key(key) or ""
             raise ForgefieldError(
                 f"{sources.where(key)}: unknown key '{key}'.{hint} (A variable of your own must be used: ${{{key}}}.)"
             )
-    return found
+    return variables
 
 
 def _texts(value: object) -> Iterator[str]:
@@ -462,8 +460,8 @@ def _why(error: OmegaConfBaseException, config: DictConfig) -> str:
         return f"refers to '{name}', which the config does not have{_aside(name, keys)}"
     if isinstance(error, UnsupportedInterpolationType):
         name = message.rpartition(" ")[2]
-        known = [*RESOLVERS, "oc.env", "oc.select", "oc.decode", "oc.create", "oc.dict.keys", "oc.dict.values"]
-        hint = _aside(name, known) or f" (known: {', '.join(known)})"
+        resolvers = [*RESOLVERS, "oc.env", "oc.select", "oc.decode", "oc.create", "oc.dict.keys", "oc.dict.values"]
+        hint = _aside(name, resolvers) or f" (known: {', '.join(resolvers)})"
         return f"uses the unknown resolver '{name}'{hint}"
     return f"cannot be resolved: {message}"
 

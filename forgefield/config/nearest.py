@@ -18,7 +18,7 @@ SHORT, NEAR_SHORT = 4, 0.66
 
 
 def nearest(word: str, candidates: Iterable[str]) -> str | None:
-    """The candidate that looks most like `word`, whatever the case, or None where nothing comes close."""
+    """The candidate that looks most like `word`, ignoring case, or None if nothing comes close."""
     names = [str(candidate) for candidate in candidates]
     folded = [_fold(name) for name in names]
     if _fold(word) in folded:
@@ -30,8 +30,8 @@ def nearest(word: str, candidates: Iterable[str]) -> str | None:
 
 def did_you_mean(word: str, candidates: Iterable[str]) -> str:
     """ " Did you mean 'x'?" with its leading space, ready to follow a sentence; empty where nothing comes close."""
-    found = nearest(word, candidates)
-    return "" if found is None else f" Did you mean '{found}'?"
+    candidate = nearest(word, candidates)
+    return "" if candidate is None else f" Did you mean '{candidate}'?"
 
 
 def _fold(word: str) -> str:

@@ -28,7 +28,7 @@ LARGEST_SEED = 2**32 - 1
 
 @dataclasses.dataclass(frozen=True)
 class Limits:
-    """What values of an option are allowed, besides its type. Bounds apply to numbers, and to each number of a list."""
+    """Allowed values of an option, in addition to its type. Bounds apply to numbers, and to each number of a list."""
 
     at_least: float | None = None
     above: float | None = None
@@ -40,7 +40,7 @@ class Limits:
     """What is allowed in addition to `choices`: `IMPORT_PATH`, or a description of mappings, which are checked elsewhere."""
     unit: str | None = None
     expected: str | None = None
-    """What messages say is expected. Default: a description of the bounds."""
+    """Description of allowed values in messages. Default: a description of the bounds."""
     details: type | None = None
     """Dataclass that describes the keys of a mapping, or of each entry of a mapping by name, for the reference of options."""
 
@@ -117,9 +117,10 @@ def field_docs(cls: type) -> dict[str, str]:
     """Field name -> its docstring as one line, inherited fields included; fields without one are left out."""
     inherited = [field_docs(base) for base in reversed(cls.__bases__) if dataclasses.is_dataclass(base)]
     tree = ast.parse(textwrap.dedent(inspect.getsource(cls)))
-    body = tree.body[0].body  # type: ignore[attr-defined]
+    definition = tree.body[0]
+    assert isinstance(definition, ast.ClassDef)
     docs = {name: text for base in inherited for name, text in base.items()}
-    for statement, following in itertools.pairwise(body):
+    for statement, following in itertools.pairwise(definition.body):
         if isinstance(statement, ast.AnnAssign) and isinstance(statement.target, ast.Name):
             text = _string(following)
             if text is not None:
@@ -133,7 +134,7 @@ def first_sentence(description: str) -> str:
 
 
 def class_doc(cls: type) -> str | None:
-    """First docstring of the class as one line. (A dataclass without one gets its signature, which says nothing.)"""
+    """First docstring of the class as one line. (A dataclass without one gets its signature.)"""
     text = cls.__doc__
     return None if text is None or text.startswith(f"{cls.__name__}(") else " ".join(text.split())
 

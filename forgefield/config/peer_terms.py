@@ -1,6 +1,7 @@
 """What other programs call a setting or an option, for hints in error messages.
 
-NequIP, MACE, DeePMD-kit, MALA and Lightning have words for the same things; a user who types one of them is told Forgefield's.
+NequIP, MACE, DeePMD-kit, MALA and Lightning have other words for the same things; messages point from them to
+Forgefield's.
 """
 
 from __future__ import annotations
@@ -95,7 +96,7 @@ OPTIONS = {
 
 
 def option_hint(option: str) -> str:
-    """What to do in place of another program's option, with a leading space; empty where it is not known."""
+    """What to do instead of using another program's option, with a leading space; empty for an unknown option."""
     word = "--" + option.lstrip("-").partition("=")[0].replace("_", "-")
     if word in OPTIONS:
         return f" {OPTIONS[word]}"

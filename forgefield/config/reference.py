@@ -117,17 +117,19 @@ def option_help(key: str = "") -> str:
     if not key:
         return "Sections of a config:\n\n" + "".join(map(_summary, sections()))
     parent, _, option = key.rpartition(".")
-    whole = [section for section in sections() if key in section.keys]
+    matches = [section for section in sections() if key in section.keys]
     single = [(parent, entry) for section in sections() if parent in section.keys for entry in section.entries]
-    lines = [line for section in whole for line in _section_lines(section, key)]
+    lines = [line for section in matches for line in _section_lines(section, key)]
     lines += (
-        [] if whole else [line for prefix, entry in single if entry.name == option for line in _lines(entry, prefix)]
+        [] if matches else [line for prefix, entry in single if entry.name == option for line in _lines(entry, prefix)]
     )
     if not lines:
-        known = [f"{name}.{entry.name}" for section in sections() for name in section.keys for entry in section.entries]
+        options = [
+            f"{name}.{entry.name}" for section in sections() for name in section.keys for entry in section.entries
+        ]
         names = [name for section in sections() for name in section.keys]
         raise ForgefieldError(
-            f"'{key}' is not a section or an option of a config.{did_you_mean(key, [*names, *known])}"
+            f"'{key}' is not a section or an option of a config.{did_you_mean(key, [*names, *options])}"
         )
     return "\n".join(lines).strip("\n") + "\n"
 

@@ -1,11 +1,12 @@
 """Where each setting comes from: a line of a YAML file, or an override on the command line.
 
 YAML files are read here, and syntax errors and keys given twice are refused here. Every later message about a setting
-asks `Sources.where` for its place.
+gets its location from `Sources.where`.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -33,7 +34,7 @@ class Place:
 
 @dataclass
 class Sources:
-    """Places of all keys that were given, by dotted key (`data.batch.frames`, `callbacks.0.name`)."""
+    """Locations of all keys in files and overrides, by dotted key (`data.batch.frames`, `callbacks.0.name`)."""
 
     main: Path | None = None
     places: dict[str, Place] = field(default_factory=dict)
@@ -42,9 +43,9 @@ class Sources:
     scalars: list[str] = field(default_factory=list)
     """Every plain value in the files, as written."""
     missing: set[str] = field(default_factory=set)
-    """Keys whose value is `???`: somebody else has to give it."""
+    """Keys whose value is `???`, which must be overridden."""
     translated: bool = False
-    """`main` is an input of another program: the keys in it are not ours."""
+    """`main` is an input of another program: its keys are not those of a config."""
 
     def add_text(self, text: str, file: Path, package: str = "") -> None:
         """Record the keys of one YAML document that Hydra puts under `package`."""
@@ -59,16 +60,16 @@ class Sources:
             for name, below in value.items():
                 self.add_override(f"{key}.{name}", below, text)
 
-    def given(self, key: str) -> bool:
-        """Whether a file holds this key or one below it."""
+    def in_files(self, key: str) -> bool:
+        """Whether a file contains this key or one below it."""
         return any(_within(name, key) for name in self.places)
 
     def explicit(self, key: str) -> bool:
         """Whether the user wrote this key or one below it, in a file or as an override."""
-        return self.given(key) or any(_within(name, key) for name, _ in self.overrides)
+        return self.in_files(key) or any(_within(name, key) for name, _ in self.overrides)
 
     def where(self, key: str) -> str:
-        """The place to name in a message about `key`: the override or line that set it, or the nearest one above."""
+        """The location to name in a message about `key`: the override or line that set it, or the nearest one above."""
         for text in (text for name, text in reversed(self.overrides) if _within(name, key)):
             return f"command line ('{text}')"
         while key and key not in self.places:
@@ -100,6 +101,24 @@ class Sources:
         if isinstance(value, yaml.ScalarNode) and value.value == "???":
             self.missing.add(dotted)
         self._walk(value, file, dotted)
+
+
+def wrong(sources: Sources, key: str, value: object, expected: str) -> ForgefieldError:
+    """The error for a value that is not what was expected."""
+    shown = "null" if value is None else repr(value)
+    return ForgefieldError(f"{sources.where(key)}: '{key}' is {expected}, not {shown}.")
+
+
+def check_choice(value: object, choices: Sequence[Any], key: str, sources: Sources) -> None:
+    """Refuse a value that is none of these."""
+    if value not in choices:
+        names = [
+            "null" if choice is None else str(choice).lower() if isinstance(choice, bool) else str(choice)
+            for choice in choices
+        ]
+        valid = names[0] if len(names) == 1 else f"{', '.join(names[:-1])} or {names[-1]}"
+        hint = did_you_mean(str(value), names)
+        raise ForgefieldError(f"{sources.where(key)}: '{key}' is {valid}, not {value!r}.{hint}")
 
 
 def read_text(path: Path) -> str:

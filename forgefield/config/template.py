@@ -28,9 +28,9 @@ WIDTH = 110
 
 
 def commented_yaml(config: Config, *, header: str = "", notes: Mapping[str, str] | None = None) -> str:
-    """`config` as YAML with a comment to each setting. `load_config` of it gives the same config.
+    """`config` as YAML with a comment to each setting. `load_config` reads it back as the same config.
 
-    notes: comments by dotted key, in place of the schema's own (for a model's options, say). header: lines on top.
+    notes: comments by dotted key, instead of the declared descriptions, as for options of a model. header: first lines.
     """
     values = as_dict(config)
     _drop_inapplicable(values["task"] or {})
@@ -40,7 +40,7 @@ def commented_yaml(config: Config, *, header: str = "", notes: Mapping[str, str]
 
 
 def yaml_with_comments(values: Mapping[str, Any], *, header: str = "", notes: Mapping[str, str] | None = None) -> str:
-    """Any part of a config, keys in the given order, as commented YAML."""
+    """Any part of a config as commented YAML, in the order of its keys."""
     lines = [f"# {line}".rstrip() for line in header.splitlines()]
     task = PointTaskOptions if has_points(values) else TaskOptions
     for name, value in values.items():

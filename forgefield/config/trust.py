@@ -40,25 +40,25 @@ class Trust:
         ----------
         path : import path, such as `my_model.Net`.
         where : the setting that names it, such as `model.name`.
-        folder : where its module was found when the file was written.
+        folder : folder of its module when the file was written.
         """
         if self.allowed:
             return
-        found = "" if folder is None else f", found in {folder} when it was written"
+        location = "" if folder is None else f", found in {folder} when it was written"
         raise ForgefieldError(
-            f"{where}: {self.source} names {path}{found}. It is not part of Forgefield, and importing it executes its code. If "
-            f"you trust where the file and that code come from, allow it: {HOW_TO_ALLOW}."
+            f"{where}: {self.source} names {path}{location}. It is not part of Forgefield, and importing it executes its code. "
+            f"If you trust where the file and that code come from, allow it: {HOW_TO_ALLOW}."
         )
 
 
 CONFIG = Trust("the config", allowed=True)
 """For settings of a config, a command line or a Python call: the user chose them."""
 NO_CODE = Trust("this file", allowed=False)
-"""For everything else: only Forgefield's own classes."""
+"""For everything else: only classes of Forgefield."""
 
 
 def refuse_interpolations(content: object, path: Path) -> None:
-    """Raise where the config of a run holds `${...}`.
+    """Raise if the config of a run contains `${...}`.
 
     Forgefield stores configs with every interpolation resolved. One that is there all the same could read the environment, or
     call any resolver that this process has registered.
@@ -66,8 +66,8 @@ def refuse_interpolations(content: object, path: Path) -> None:
     for text in _strings(content):
         if "${" in text:
             raise ForgefieldError(
-                f"{path}: it holds the interpolation '{text}', which configs of runs never do: the file was changed. Replace "
-                "it by its value."
+                f"{path}: it contains the interpolation '{text}', which configs of runs never do: the file was changed. "
+                "Replace it by its value."
             )
 
 
@@ -84,7 +84,7 @@ def _strings(value: object) -> Iterator[str]:
 
 
 def named_code(config: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
-    """Setting and import path of everything in a config, given as plain values, that is not part of Forgefield."""
+    """Setting and import path of everything in a config of plain values that is not part of Forgefield."""
     yield from code_of_model(_mapping(config.get("model")))
     yield from _losses("task", config.get("task"))
     training = _mapping(config.get("training"))
@@ -103,7 +103,7 @@ def code_of_model(model: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
 
 
 def _losses(where: str, value: object) -> Iterator[tuple[str, str]]:
-    """Losses of all targets; those of branches lie deeper."""
+    """Losses of all targets; those of branches are nested."""
     for key, item in _mapping(value).items():
         yield from _entries(f"{where}.{key}", item) if key == "loss" else _losses(f"{where}.{key}", item)
 

@@ -156,7 +156,7 @@ def _trajectory(atoms: Atoms, temperature: float, samples: int, random: np.rando
     atoms = _shaken(atoms.copy(), temperature / 2, random)
     masses = atoms.get_masses()[:, None]
     thermal = np.sqrt(units.kB * temperature / masses)  # width of the velocity distribution
-    kept = np.exp(-FRICTION * TIME_STEP)
+    decay = np.exp(-FRICTION * TIME_STEP)
     velocities = thermal * random.standard_normal((len(atoms), 3))
     atoms.calc = EMT()
     frames = []
@@ -164,7 +164,7 @@ def _trajectory(atoms: Atoms, temperature: float, samples: int, random: np.rando
         velocities += 0.5 * TIME_STEP * atoms.get_forces() / masses
         atoms.positions += 0.5 * TIME_STEP * velocities
         noise = random.standard_normal((len(atoms), 3))
-        velocities = kept * velocities + np.sqrt(1 - kept**2) * thermal * noise
+        velocities = decay * velocities + np.sqrt(1 - decay**2) * thermal * noise
         atoms.positions += 0.5 * TIME_STEP * velocities
         velocities += 0.5 * TIME_STEP * atoms.get_forces() / masses
         if step > EQUILIBRATION_STEPS and (step - EQUILIBRATION_STEPS) % STEPS_BETWEEN_SAMPLES == 0:

@@ -1,6 +1,6 @@
-"""The fields of `data.labels.fields`, checked: what they may be called and what can be said about each.
+"""The fields of `data.labels.fields`: their names and options, and the checks of both.
 
-A field is a further value of frames or atoms. It is a column of the data and a key of the batch under its own name, so it
+A field is an additional value of frames or atoms. It is a column of the data and a key of the batch under its name, so it
 cannot be called like one that is there already.
 """
 
@@ -52,63 +52,63 @@ class FieldOptions:
     """Replace values by their cumulative sums along the last axis, for example a density of states by the number of states."""
 
 
-def field_options(values: object, place: Callable[[str], str] = lambda key: "") -> dict[str, FieldOptions]:
-    """Name -> what is said about it, from a mapping {name: {...}, name: frame|atom}; None is none at all.
+def field_options(values: object, where: Callable[[str], str] = lambda key: "") -> dict[str, FieldOptions]:
+    """Options of each field by name, from a mapping {name: {...}, name: frame|atom}; empty for None.
 
-    place: what messages about a dotted key begin with.
+    where: returns the beginning of messages about a dotted key.
     """
     if values is None:
         return {}
     if not isinstance(values, Mapping):
-        raise _wrong(place, FIELDS, values, "a mapping such as {band_gap: {key: gap}, charge: atom}")
+        raise _wrong(where, FIELDS, values, "a mapping such as {band_gap: {key: gap}, charge: atom}")
     fields: dict[str, FieldOptions] = {}
-    for name, given in values.items():
-        _check_name(name, place)
-        fields[name] = _field(f"{FIELDS}.{name}", given, place)
+    for name, value in values.items():
+        _check_name(name, where)
+        fields[name] = _field(f"{FIELDS}.{name}", value, where)
     return fields
 
 
-def _check_name(name: object, place: Callable[[str], str]) -> None:
+def _check_name(name: object, where: Callable[[str], str]) -> None:
     key = f"{FIELDS}.{name}"
     if not isinstance(name, str) or not re.fullmatch(r"[A-Za-z_][A-Za-z0-9_]*", name):
         raise ForgefieldError(
-            f"{place(key)}'{key}': the name of a field is made of letters, digits and underscores; what the source calls it "
+            f"{where(key)}'{key}': the name of a field is made of letters, digits and underscores; what the source calls it "
             "goes into 'key'."
         )
     if name.lower() in LABELS:
         raise ForgefieldError(
-            f"{place(key)}'{key}': '{name}' is a label of its own, named by data.labels.{name.lower()}; call the field "
+            f"{where(key)}'{key}': '{name}' is a label of its own, named by data.labels.{name.lower()}; call the field "
             "something else."
         )
     if name.lower() in RESERVED:
         raise ForgefieldError(
-            f"{place(key)}'{key}': the name '{name}' is taken; call the field something else and give {{key: {name}}}."
+            f"{where(key)}'{key}': the name '{name}' is taken; call the field something else and give {{key: {name}}}."
         )
 
 
-def _field(key: str, given: object, place: Callable[[str], str]) -> FieldOptions:
-    known = {field.name: field for field in dataclasses.fields(FieldOptions)}
-    values = {"per": given} if isinstance(given, str) else {} if given is None else given
+def _field(key: str, written: object, where: Callable[[str], str]) -> FieldOptions:
+    declared = {field.name: field for field in dataclasses.fields(FieldOptions)}
+    values = {"per": written} if isinstance(written, str) else {} if written is None else written
     if not isinstance(values, Mapping):
-        raise _wrong(place, key, given, f"frame, atom, or a mapping with the keys {', '.join(known)}")
+        raise _wrong(where, key, written, f"frame, atom, or a mapping with the keys {', '.join(declared)}")
     for name in values:
-        if name not in known:
-            hint = did_you_mean(str(name), list(known)) or f" It has: {', '.join(known)}."
-            raise ForgefieldError(f"{place(f'{key}.{name}')}unknown key '{key}.{name}'.{hint}")
+        if name not in declared:
+            hint = did_you_mean(str(name), list(declared)) or f" It has: {', '.join(declared)}."
+            raise ForgefieldError(f"{where(f'{key}.{name}')}unknown key '{key}.{name}'.{hint}")
     options = FieldOptions(**values)
     for name, (is_right, expected) in _RULES.items():
         value = getattr(options, name)
         if not is_right(value):
             hint = did_you_mean(str(value), PER) if name == "per" else ""
-            raise _wrong(place, key if isinstance(given, str) else f"{key}.{name}", value, expected, hint)
+            raise _wrong(where, key if isinstance(written, str) else f"{key}.{name}", value, expected, hint)
     options.shape, options.factor = list(options.shape), float(options.factor)
     if options.cumulative and not options.shape:
         raise ForgefieldError(
-            f"{place(f'{key}.cumulative')}'{key}.cumulative' is for values with several components; this one is a number."
+            f"{where(f'{key}.cumulative')}'{key}.cumulative' is for values with several components; this one is a number."
         )
     if options.species is not None and options.per != "atom":
         raise ForgefieldError(
-            f"{place(f'{key}.species')}'{key}.species' is for values of atoms; this one is per frame."
+            f"{where(f'{key}.species')}'{key}.species' is for values of atoms; this one is per frame."
         )
     return options
 
@@ -143,6 +143,6 @@ _RULES: dict[str, tuple[Callable[[Any], bool], str]] = {
 }
 
 
-def _wrong(place: Callable[[str], str], key: str, value: object, expected: str, hint: str = "") -> ForgefieldError:
+def _wrong(where: Callable[[str], str], key: str, value: object, expected: str, hint: str = "") -> ForgefieldError:
     shown = "null" if value is None else repr(value)
-    return ForgefieldError(f"{place(key)}'{key}' is {expected}, not {shown}.{hint}")
+    return ForgefieldError(f"{where(key)}'{key}' is {expected}, not {shown}.{hint}")

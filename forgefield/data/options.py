@@ -11,8 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from forgefield.config.option import option, seed_option
-from forgefield.config.refusals import wrong
-from forgefield.config.sources import Sources
+from forgefield.config.sources import Sources, wrong
 from forgefield.data.field_options import FieldOptions, field_options
 from forgefield.data.paths import NAME, absolute, is_named
 from forgefield.errors import ForgefieldError
@@ -22,7 +21,7 @@ from forgefield.ldos.options import PointsOptions
 _NOT_NAMES = ("index", "paths", "file", "files", "weight", "share", "branch", "type_map")
 """Names of test sets that are slips for other keys."""
 DEFAULT_POINTS = 1000
-"""Grid points per batch where the config does not give a number."""
+"""Grid points per batch if the config does not set a number."""
 
 
 @dataclass

@@ -59,7 +59,7 @@ def read_table(
         if in_store:
             for file in files:
                 store = open_store(file.path)
-                fields = select_fields(file.path, store.fields, reader.asked, required=required)
+                fields = select_fields(file.path, store.fields, reader.requested, required=required)
                 parts = store.table(factor=file.weight).parts
                 opened = FrameTable([replace(part, hidden=hidden, chosen=fields) for part in parts])
                 opened = FrameTable.from_frames(opened, fields) if lazy is False else opened
@@ -69,7 +69,7 @@ def read_table(
         else:
             in_memory = True
             frames = (frame for file in files for frame in frames_of(file, reader, units))
-            table = table + _assigned(FrameTable.from_frames(frames, reader.asked or {}), share, branch)
+            table = table + _assigned(FrameTable.from_frames(frames, reader.requested or {}), share, branch)
     _ = table.fields  # raises if the fields of different parts contradict each other
     refuse_settings_for_stores(sources, labels, units)
     if required and in_memory:  # a conversion checks it itself

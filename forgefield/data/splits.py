@@ -38,7 +38,7 @@ class Splits:
     train: FrameTable
     val: FrameTable
     tests: dict[str, FrameTable]
-    """By the name of their results: `test`, or `test-NAME` where they have names."""
+    """By the name of their results: `test`, or `test-NAME` for named sets."""
     description: str
     label_hints: dict[str, str] = field(default_factory=dict)
     """For labels: a sentence on values of the training files that may be them under another name."""
@@ -66,13 +66,13 @@ def split_frames(n: int, val: float | int, test: float | int, seed: int) -> tupl
     return np.flatnonzero(part == 0), np.flatnonzero(part == 1), np.flatnonzero(part == 2)
 
 
-def split_size(n: int, wanted: float | int, name: str) -> int:
+def split_size(n: int, requested: float | int, name: str) -> int:
     """Number of frames meant by a share (below 1; at least one frame) or a count."""
-    if wanted < 0 or (wanted >= 1 and wanted != int(wanted)):
-        raise ForgefieldError(f"data.{name}={wanted} is neither a share below 1 nor a number of frames")
-    if 0 < wanted < 1:
-        return max(1, round(wanted * n))
-    return int(wanted)
+    if requested < 0 or (requested >= 1 and requested != int(requested)):
+        raise ForgefieldError(f"data.{name}={requested} is neither a share below 1 nor a number of frames")
+    if 0 < requested < 1:
+        return max(1, round(requested * n))
+    return int(requested)
 
 
 def parse_indices(spec: object, n: int, setting: str) -> np.ndarray:
@@ -100,21 +100,21 @@ def resolve_splits(
 ) -> Splits:
     """Read all sources of `options` and divide them.
 
-    progress: told about frames that are converted on the way. keep_species: a random split leaves every species in training;
+    progress: called while frames are converted. keep_species: a random split leaves every species in training;
     False for runs that were started before it did.
     """
     if options.train is None:
         raise ForgefieldError("data.train is not set; give a file, folder or glob of structures to train on")
-    wanted = {"val": options.val, **test_sets(options.test)}
-    kinds = {name: _kind(value, name) for name, value in wanted.items()}
-    _refuse_shared_files(options, wanted, kinds)
+    requested = {"val": options.val, **test_sets(options.test)}
+    kinds = {name: _kind(value, name) for name, value in requested.items()}
+    _refuse_shared_files(options, requested, kinds)
     reader = LabelReader(label_settings(options.labels), unit_settings(options.units))
     frames = _read(options.train, options, progress, reader=reader)
     pool = np.arange(len(frames))
     if options.indices is not None:
         pool = np.sort(parse_indices(options.indices, len(frames), "data.indices"))
     chosen = {
-        name: parse_indices(wanted[name]["indices"], len(frames), f"data.{name}.indices")
+        name: parse_indices(requested[name]["indices"], len(frames), f"data.{name}.indices")
         for name, kind in kinds.items()
         if kind == "indices"
     }
@@ -123,14 +123,14 @@ def resolve_splits(
     for rows in chosen.values():
         pool = _without(pool, rows, len(frames))
     split_seed = options.split_seed if options.split_seed is not None else seed
-    pool, drawn, rare = _draw(frames, pool, wanted, kinds, split_seed, keep_species=keep_species)
+    pool, drawn, rare = _draw(frames, pool, requested, kinds, split_seed, keep_species=keep_species)
     chosen.update(drawn)
     parts = {name: frames.select(rows) for name, rows in chosen.items()}
     for name, kind in kinds.items():
         if kind == "files":
-            parts[name] = _read(wanted[name], options, progress, frames.fields)
+            parts[name] = _read(requested[name], options, progress, frames.fields)
             if len(parts[name]) == 0:
-                raise ForgefieldError(f"{_setting(name)}={wanted[name]!r:.80} holds no frame")
+                raise ForgefieldError(f"{_setting(name)}={requested[name]!r:.80} holds no frame")
     if len(pool) == 0:
         raise ForgefieldError("no frame is left to train on: data.val and data.test take all of data.train")
     train, of = frames.select(pool), ""
@@ -157,7 +157,7 @@ def graph_options(options: DataOptions) -> GraphOptions:
 
 
 def is_lazy(options: DataOptions) -> bool | None:
-    """Whether data stays on disk, as `data.lazy` says; None: stores do, files do not."""
+    """Whether data stays on disk, from `data.lazy`; None: stores do, files do not."""
     if options.lazy in (True, False):
         return bool(options.lazy)
     if options.lazy in ("auto", None):
@@ -187,7 +187,7 @@ def _read(
 def _draw(
     frames: FrameTable,
     pool: np.ndarray,
-    wanted: dict[str, Any],
+    requested: dict[str, Any],
     kinds: dict[str, str],
     seed: int,
     *,
@@ -198,7 +198,7 @@ def _draw(
     keep_species: every species stays in training. Returns what is left, what was drawn, and the species for whose sake other
     frames were drawn.
     """
-    sizes = {name: wanted[name] for name, kind in kinds.items() if kind == "random"}
+    sizes = {name: requested[name] for name, kind in kinds.items() if kind == "random"}
     if not sizes:
         return pool, {}, []
     structures = pool[frames.n_atoms[pool] > 1]
@@ -237,8 +237,8 @@ def _kind(value: object, name: str) -> str:
     )
 
 
-def _refuse_shared_files(options: DataOptions, wanted: dict[str, Any], kinds: dict[str, str]) -> None:
-    specs = {"train": options.train, **{name: wanted[name] for name, kind in kinds.items() if kind == "files"}}
+def _refuse_shared_files(options: DataOptions, requested: dict[str, Any], kinds: dict[str, str]) -> None:
+    specs = {"train": options.train, **{name: requested[name] for name, kind in kinds.items() if kind == "files"}}
     owner: dict[str, str] = {}
     for name, spec in specs.items():
         for file in source_files(spec):
@@ -253,7 +253,7 @@ def _refuse_shared_files(options: DataOptions, wanted: dict[str, Any], kinds: di
 
 
 def _setting(split: str) -> str:
-    """The setting that gives a split: `data.test.300K` of `test-300K`."""
+    """The setting of a split: `data.test.300K` of `test-300K`."""
     return f"data.{split.replace('-', '.', 1)}"
 
 
@@ -290,14 +290,14 @@ def _index_file(text: str, setting: str) -> np.ndarray:
 
 
 def representative_rows(table: FrameTable, n: int) -> np.ndarray:
-    """(n,) rows, ascending, chosen without chance.
+    """(n,) rows, ascending; the same data gives the same rows.
 
-    Compositions get places in proportion to their frames, at least one each if there are enough places, else those that bring
-    species not yet seen come first. Within a composition frames are taken evenly over the range of energies per atom (of
-    forces, where there are no energies).
+    Frames are assigned to compositions in proportion to their size, at least one each if n is large enough; else compositions
+    with new species come first. Within a composition, frames are taken evenly over the range of energies per atom, or of
+    forces if there are no energies.
     """
     if n < 1:
-        raise ForgefieldError(f"{n} frames were asked for; it should be at least 1")
+        raise ForgefieldError(f"{n} frames were requested; it should be at least 1")
     if n >= len(table):
         return np.arange(len(table))
     composition, species = _compositions(table)
@@ -315,15 +315,15 @@ def representative_rows(table: FrameTable, n: int) -> np.ndarray:
 
 def _compositions(table: FrameTable) -> tuple[np.ndarray, list[set[int]]]:
     """(n_frames,) number of the composition of each frame, and the atomic numbers in each composition."""
-    found = table.components
+    components = table.components
     # Two numbers that are the same for two frames only if all their (species, count) are; exact in integers modulo 2^64.
-    entry = found.number.astype(np.uint64) * np.uint64(0x9E3779B97F4A7C15) + found.count.astype(np.uint64)
+    entry = components.number.astype(np.uint64) * np.uint64(0x9E3779B97F4A7C15) + components.count.astype(np.uint64)
     entry = (entry ^ (entry >> np.uint64(29))) * np.uint64(0xBF58476D1CE4E5B9)
-    starts = np.flatnonzero(np.diff(found.frame, prepend=-1))
+    starts = np.flatnonzero(np.diff(components.frame, prepend=-1))
     key = np.add.reduceat(entry ^ (entry >> np.uint64(32)), starts)
     _, first, number = np.unique(key, return_index=True, return_inverse=True)
-    ends = np.append(starts, len(found.frame))
-    return number, [set(found.number[ends[row] : ends[row + 1]].tolist()) for row in first]
+    ends = np.append(starts, len(components.frame))
+    return number, [set(components.number[ends[row] : ends[row + 1]].tolist()) for row in first]
 
 
 def _range_value(table: FrameTable) -> np.ndarray:
@@ -333,7 +333,7 @@ def _range_value(table: FrameTable) -> np.ndarray:
 
 
 def _places(sizes: np.ndarray, n: int) -> np.ndarray:
-    """Places of each composition, at least one and at most its frames, n in all, else in proportion to the frames."""
+    """Number of frames of each composition, n in all: at least one, at most all, else in proportion to its size."""
     places = np.maximum(np.floor(sizes * n / sizes.sum()), 1).astype(np.int64)
     while places.sum() != n:
         missing = sizes * n / sizes.sum() - places
@@ -345,7 +345,7 @@ def _places(sizes: np.ndarray, n: int) -> np.ndarray:
 
 
 def _first_compositions(sizes: np.ndarray, species: list[set[int]], n: int) -> np.ndarray:
-    """One place for n compositions: those with most new species first, among equals the ones with most frames."""
+    """One frame for n compositions: those with most new species first, then those with most frames."""
     places = np.zeros(len(sizes), dtype=np.int64)
     missing = set().union(*species)
     while missing and places.sum() < n:
@@ -397,7 +397,7 @@ def keep_species_in_training(
 
 
 def refuse_empty(part: np.ndarray, names: dict[int, str], symbols: list[str]) -> None:
-    """Refuse a part of which nothing is left. names: settings of the drawn parts by their number."""
+    """Refuse a split without frames. names: settings of the drawn parts by their number."""
     for number, name in names.items():
         if symbols and not (part == number).any():
             raise ForgefieldError(

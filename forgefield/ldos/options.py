@@ -8,8 +8,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from forgefield.config.option import option
-from forgefield.config.refusals import wrong
-from forgefield.config.sources import Sources
+from forgefield.config.sources import Sources, wrong
 from forgefield.config.typed import select
 from forgefield.errors import ForgefieldError
 from forgefield.ldos.descriptor_options import DescriptorOptions

@@ -84,4 +84,4 @@ class Importer(ABC):
         """Raise for arguments that this importer does not use. program: its name."""
         for name, reason in (REASONS | dict(self.reasons)).items():
             if name not in self.accepts and getattr(request, name) is not None:
-                raise ForgefieldError(f"--{name} has no meaning for {program}: {reason}.")
+                raise ForgefieldError(f"--{name} does not apply to {program}: {reason}.")

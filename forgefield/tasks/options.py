@@ -13,8 +13,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from forgefield.config.option import IMPORT_PATH, option
-from forgefield.config.refusals import wrong
-from forgefield.config.sources import Sources
+from forgefield.config.sources import Sources, wrong
 from forgefield.errors import ForgefieldError
 from forgefield.ldos.options import PointTaskOptions
 from forgefield.tasks.losses import LOSSES

@@ -8,8 +8,7 @@ from typing import Any
 
 from forgefield.config.nearest import did_you_mean
 from forgefield.config.option import option
-from forgefield.config.refusals import check_choice, wrong
-from forgefield.config.sources import Sources
+from forgefield.config.sources import Sources, check_choice, wrong
 from forgefield.errors import ForgefieldError
 
 FEWEST_KNOTS, MOST_KNOTS = 256, 2**15 - 1

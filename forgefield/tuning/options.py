@@ -16,8 +16,7 @@ from typing import TYPE_CHECKING, Any
 import yaml
 
 from forgefield.config.option import option
-from forgefield.config.refusals import wrong
-from forgefield.config.sources import Sources
+from forgefield.config.sources import Sources, wrong
 from forgefield.errors import ForgefieldError
 
 if TYPE_CHECKING:

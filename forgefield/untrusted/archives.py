@@ -159,8 +159,8 @@ def npz_arrays(path: Path, *, verify: bool = True, leave_out: tuple[str, ...] = 
             for member in archive.infolist()
             if member.filename.endswith(".npy")
         }
-        wanted = {name: member for name, member in members.items() if name not in leave_out}
-        return {name: _array(path, archive, member, verify) for name, member in wanted.items()}
+        selected = {name: member for name, member in members.items() if name not in leave_out}
+        return {name: _array(path, archive, member, verify) for name, member in selected.items()}
 
 
 def _array(path: Path, archive: zipfile.ZipFile, member: zipfile.ZipInfo, verify: bool) -> np.ndarray:

@@ -52,31 +52,31 @@ def load_yaml(text: str) -> Any:
 
 def _has_aliases(text: str, loader: object) -> bool:
     """Whether a document has aliases. Nesting is limited here, because the loader written in C overflows its stack."""
-    depth, found = 0, False
+    depth, has_alias = 0, False
     for event in yaml.parse(text, Loader=loader):
         depth += isinstance(event, yaml.CollectionStartEvent) - isinstance(event, yaml.CollectionEndEvent)
-        found |= isinstance(event, yaml.AliasEvent)
+        has_alias |= isinstance(event, yaml.AliasEvent)
         if depth > DEEPEST:
             raise yaml.YAMLError(f"it is nested more than {DEEPEST} levels deep")
-    return found
+    return has_alias
 
 
-def _unfolded(node: yaml.Node, known: dict[int, tuple[int, int] | None], depth: int = 1) -> tuple[int, int]:
+def _unfolded(node: yaml.Node, counted: dict[int, tuple[int, int] | None], depth: int = 1) -> tuple[int, int]:
     """Number of values in `node` with aliases unfolded, and levels of nesting.
 
     known: the same for nodes met before, by id; None for those that are being counted.
     """
     if isinstance(node, yaml.ScalarNode):
         return 1, 1
-    if id(node) not in known:
-        known[id(node)] = None
+    if id(node) not in counted:
+        counted[id(node)] = None
         pairs = isinstance(node, yaml.MappingNode)
         parts = [part for pair in node.value for part in pair] if pairs else node.value
-        counts = [_unfolded(part, known, depth + 1) for part in parts]
-        known[id(node)] = 1 + sum(count for count, _ in counts), 1 + max((levels for _, levels in counts), default=0)
-    found = known[id(node)]
-    if found is None:
+        counts = [_unfolded(part, counted, depth + 1) for part in parts]
+        counted[id(node)] = 1 + sum(count for count, _ in counts), 1 + max((levels for _, levels in counts), default=0)
+    total = counted[id(node)]
+    if total is None:
         raise yaml.YAMLError(f"the alias in line {node.start_mark.line + 1} refers to itself")
-    if depth + found[1] > DEEPEST:
+    if depth + total[1] > DEEPEST:
         raise yaml.YAMLError(f"it is nested more than {DEEPEST} levels deep")
-    return found
+    return total

@@ -209,10 +209,10 @@ class _Settling:
         if id(value) not in self._done:
             self._done[id(value)] = None
             self._done[id(value)] = self._container(value)
-        found = self._done[id(value)]
-        if found is None:
+        settled = self._done[id(value)]
+        if settled is None:
             raise RefusedPickle("it holds a container that contains itself")
-        return found
+        return settled
 
     def _container(self, value: Container) -> tuple[Any, int]:
         """`value` stays alive in the whole it belongs to, so that its id stays its own."""
@@ -388,9 +388,9 @@ class _RecordUnpickler(_TorchUnpickler):
         self._classes: dict[str, type[Record]] = {}
 
     def find_class(self, module: str, name: str) -> Any:
-        known = super().find_class(module, name)
-        if known is not Foreign:
-            return known
+        allowed = super().find_class(module, name)
+        if allowed is not Foreign:
+            return allowed
         origin = f"{module}.{name}".replace("numpy._core.", "numpy.core.", 1)
         if origin in _NUMBERS:
             return _NUMBERS[origin]

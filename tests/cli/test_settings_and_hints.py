@@ -60,15 +60,15 @@ def test_data_verbs_take_settings_anywhere(frames, tmp_path, capsys):
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        (["test", "RUN", "training.lr=1"], "'training.lr' has no meaning for test"),
+        (["test", "RUN", "training.lr=1"], "'training.lr' does not apply to test"),
         (
             ["predict", "RUN", "FILE", "-o", "x.xyz", "trainer.max_epochs=1"],
-            "'trainer.max_epochs' has no meaning for predict",
+            "'trainer.max_epochs' does not apply to predict",
         ),
-        (["check", "RUN", "training.lr=1"], "'training.lr' has no meaning for check"),
+        (["check", "RUN", "training.lr=1"], "'training.lr' does not apply to check"),
         (["report", "RUN", "training.lr=1"], "'training.lr=1': forgefield report takes no settings"),
         (["export", "RUN", "--to", "deepmd", "-o", "x.dp", "seed=1"], "'seed=1': forgefield export takes no settings"),
-        (["data", "info", "FILE", "training.lr=1"], "'training.lr' has no meaning for data info"),
+        (["data", "info", "FILE", "training.lr=1"], "'training.lr' does not apply to data info"),
         (["data", "info", "FILE", "data.unit.energy=eV"], "Did you mean 'data.units.energy'?"),
         (["train", "--restart", "x.yaml"], "run the same command again"),
         (["train", "--log-path", "x"], "-l FILE"),

@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 import yaml
 
+from forgefield.config.hydra import RESOLVERS
 from forgefield.config.loading import load_config
-from forgefield.config.resolvers import RESOLVERS
 from forgefield.settings import Config
 from tests.support.helpers import tiny_config
 

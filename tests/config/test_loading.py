@@ -252,7 +252,7 @@ def test_overrides_of_a_stored_config_are_limited_to_what_makes_sense(load):
     allowed = ("data.labels", "data.units")
     changed = override_config(config, ["data.units.energy=kcal/mol"], allowed=allowed, verb="test")
     assert changed.data.units.energy == "kcal/mol"
-    with pytest.raises(ForgefieldError, match=r"'training\.lr' has no meaning for test, which takes data\.labels"):
+    with pytest.raises(ForgefieldError, match=r"'training\.lr' does not apply to test, which takes data\.labels"):
         override_config(config, ["training.lr=1"], allowed=allowed, verb="test")
 
 

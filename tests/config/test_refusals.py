@@ -212,7 +212,7 @@ def test_files_that_are_not_there(folder):
     cases = {
         "watr.yaml": r"config file watr\.yaml not found\. Did you mean 'water\.yaml'\?",
         "nowhere/water.yaml": r"nowhere/water\.yaml not found: there is no folder nowhere",
-        "input.json": r"input\.json is not an input of DeePMD-kit, .* and our own configs are YAML",
+        "input.json": r"input\.json is not an input of DeePMD-kit, .* and a config of Forgefield is YAML",
         "gone.json": r"config file gone\.json not found",
         "binary.yaml": "is not a text file in UTF-8",
         ".": "is a folder, not a config file",

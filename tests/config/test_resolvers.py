@@ -5,7 +5,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from omegaconf import OmegaConf
 
-from forgefield.config.resolvers import int_div, int_mul, register_resolvers
+from forgefield.config.hydra import int_div, int_mul, register_resolvers
 
 
 @given(st.integers(-1000, 1000), st.integers(1, 50), st.integers(0, 49))

@@ -151,7 +151,7 @@ def test_starting_inside_an_epoch_gives_the_rest_of_it_once(dataset, start):
     assert loader.start_at(min(2 * start, 5)) == start
     assert ids(loader) == whole[start:]
     assert ids(loader) == whole
-    with pytest.raises(ValueError, match="cannot start behind frame 6"):
+    with pytest.raises(ValueError, match="cannot start after frame 6"):
         loader.start_at(6)
 
 

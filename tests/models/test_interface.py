@@ -84,7 +84,7 @@ class TestAnArchitectureInOneFolder:
         atoms.calc = Calculator(tmp_path / "best")
         assert atoms.get_potential_energy() == pytest.approx(-2.0)
         assert main(["import", "toy", "file.json", "--head", "x"]) == 2
-        assert "--head has no meaning for toy: its files hold one model" in capsys.readouterr().err
+        assert "--head does not apply to toy: its files hold one model" in capsys.readouterr().err
 
     def test_bounds_of_its_options_are_checked(self) -> None:
         with pytest.raises(ForgefieldError, match=r"model\.width is 0; it must be at least 1"):

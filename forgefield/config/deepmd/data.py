@@ -32,11 +32,11 @@ def _validation(section: Section | None, species: list[str]) -> dict[str, Any]:
     if section is None:
         return {"val": None}
     data = {"val": _sources(section, species), "eval_batch": _evaluation_batch(section)}
-    whole = "every validation is over all of its frames, each once."
+    note = "every validation is over all of its frames, each once."
     for name in ("numb_btch", "sys_probs", "auto_prob"):
-        given = section.take(name, also=ALIASES[name])
-        if given is not None:
-            section.notes[section.path(name)] = whole
+        value = section.take(name, also=ALIASES[name])
+        if value is not None:
+            section.notes[section.path(name)] = note
     section.only("set_prefix", "set", "sets are the folders set.*")
     section.finish()
     return data
@@ -54,15 +54,15 @@ def _sources(section: Section, species: list[str]) -> Any:
     patterns = section.take("rglob_patterns")
     if patterns is not None and not (isinstance(patterns, list) and all(isinstance(p, str) for p in patterns)):
         raise section.wrong("rglob_patterns", patterns, "a list of patterns")
-    found = [entry for name in names for entry in _entries(name, patterns, section.file, species)]
-    return found[0] if len(found) == 1 else found
+    sources = [entry for name in names for entry in _entries(name, patterns, section.file, species)]
+    return sources[0] if len(sources) == 1 else sources
 
 
 def _entries(name: str, patterns: list[str] | None, file: Path, species: list[str]) -> list[Any]:
     """One entry of `systems`: itself, or the systems below that folder as DeePMD-kit looks for them."""
-    root = next((place / name for place in (Path.cwd(), file.absolute().parent) if (place / name).exists()), None)
+    root = next((folder / name for folder in (Path.cwd(), file.absolute().parent) if (folder / name).exists()), None)
     if root is None or root.is_file() or root.suffix == ".lmdb":
-        return [name]  # the reader says what is wrong with it, if anything is
+        return [name]  # errors in it are reported by the reader
     looked = (
         root.rglob("type.raw")
         if patterns is None
@@ -91,7 +91,7 @@ def _reads_as_systems(root: Path, systems: list[Path]) -> bool:
 
 
 def _batch(section: Section) -> dict[str, Any]:
-    """Our `data.batch`: frames of one system, except where the rule says otherwise."""
+    """The section `data.batch`: frames of one system, except for rules that mix systems."""
     rule, size = _batch_rule(section)
     if rule == "each":
         return {"by_source": size}
@@ -137,7 +137,7 @@ def _is_size(value: object) -> bool:
 
 
 def _sampling(section: Section) -> Any:
-    """Our `data.sampling`. By size means every frame as often as any other, which is what we do without being told."""
+    """The section `data.sampling`. By size means every frame as often as any other, which is the default."""
     style = section.text("auto_prob", "prob_sys_size", also=ALIASES["auto_prob"])
     chances = section.take("sys_probs", also=ALIASES["sys_probs"])
     if chances is not None:

@@ -8,16 +8,16 @@ from forgefield.config.deepmd.section import MISSING, Section
 from forgefield.errors import ForgefieldError
 
 SCHEDULES = {"exp": "exp", "cosine": "cosine_to", "wsd": "wsd"}
-"""DeePMD-kit's name of a schedule -> ours."""
+"""DeePMD-kit's name of a schedule -> Forgefield's."""
 LAST_RATE = 5e-8
-"""What DeePMD-kit decays to without being told."""
+"""Default of DeePMD-kit for the last learning rate."""
 OPTIMISERS = {"Adam": "adam", "AdamW": "adamw"}
 BETAS = (0.9, 0.999)
 OTHER_OPTIMISERS = ("LKF", "AdaMuon", "HybridMuon")
 
 
 def translate_learning_rate(section: Section | None, file: object, steps: int | None) -> dict[str, Any]:
-    """`lr`, `scheduler` and `scale_lr` of our `training` section. steps: of the run, where the input says so."""
+    """`lr`, `scheduler` and `scale_lr` of the section `training`. steps: of the run, if the input sets them."""
     if section is None:
         raise ForgefieldError(f"{file}: 'learning_rate' is missing; it needs at least start_lr.")
     start = section.number("start_lr", MISSING, above=0)
@@ -34,7 +34,7 @@ def translate_learning_rate(section: Section | None, file: object, steps: int | 
 def _own_options(section: Section, kind: str) -> dict[str, Any]:
     if kind == "exp":
         options = {
-            "decay_steps": section.whole("decay_steps", 5000, at_least=1),
+            "decay_steps": section.integer("decay_steps", 5000, at_least=1),
             "decay_rate": section.number("decay_rate", above=0, at_most=1),
             "smooth": section.flag("smooth") or None,
         }
@@ -61,7 +61,7 @@ def _last_rate(section: Section, start: float, kind: str) -> dict[str, Any]:
 
 
 def _warm_up(section: Section, steps: int | None) -> dict[str, Any]:
-    length = section.whole("warmup_steps", at_least=0) or None
+    length = section.integer("warmup_steps", at_least=0) or None
     ratio = section.number("warmup_ratio", at_least=0, below=1)
     factor = section.number("warmup_start_factor", at_least=0, at_most=1) or None
     if length is not None and ratio is not None:

@@ -102,8 +102,8 @@ def _shape(section: Section) -> dict[str, dict[str, Any]]:
 
 def _deltas(section: Section) -> list[float]:
     """Of energy, forces and virial."""
-    given = section.take("huber_delta", 0.01)
-    deltas = given if isinstance(given, list) else [given] * 3
+    delta = section.take("huber_delta", 0.01)
+    deltas = delta if isinstance(delta, list) else [delta] * 3
     if len(deltas) != 3 or not all(is_number(value) and value > 0 for value in deltas):
-        raise section.wrong("huber_delta", given, "a positive number, or three of them for energy, force and virial")
+        raise section.wrong("huber_delta", delta, "a positive number, or three of them for energy, force and virial")
     return [float(value) for value in deltas]

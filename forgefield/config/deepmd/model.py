@@ -1,4 +1,4 @@
-"""The `model` section: descriptor and fitting network keep DeePMD-kit's own names; type map and cutoff belong to `data`."""
+"""The `model` section: descriptor and fitting network keep DeePMD-kit's names; type map and cutoff belong to `data`."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ PRECISIONS = {
     "float32": "float32",
     "single": "float32",
 }
-"""What DeePMD-kit calls precisions, as far as there are counterparts; without being told it takes float64."""
+"""DeePMD-kit's names of precisions that Forgefield has; its default is float64."""
 
 NETWORK = ("neuron", "activation_function", "resnet_dt", "trainable", "seed", "precision")
 SE_E2_R = (*NETWORK, "sel", "rcut_smth", "type_one_side", "exclude_types", "env_protection", "set_davg_zero")
@@ -82,14 +82,14 @@ SAID_ELSEWHERE = {
 
 @dataclass(frozen=True)
 class Model:
-    """What the section says. options: of our `model` section. cutoff: A. precision: of the networks."""
+    """A translated section `model`. options: of Forgefield's section `model`. cutoff: A. precision: of the networks."""
 
     options: dict[str, Any]
     species: list[str]
     cutoff: float
     precision: str
     fields: dict[str, Any]
-    """Further values that the network reads from the data (`data.labels.fields`)."""
+    """Additional values that the network reads from the data (`data.labels.fields`)."""
 
     @property
     def fitting(self) -> dict[str, Any]:
@@ -157,7 +157,7 @@ def _descriptor(section: Section) -> tuple[dict[str, Any], float]:
         raise ForgefieldError(f"{section.file}: 'model.descriptor' is missing.")
     kind = _kind(inner, MISSING, DESCRIPTOR_KEYS, DESCRIPTORS, OTHER_DESCRIPTORS, "descriptor")
     cutoff = inner.number("rcut", 6.0, above=0)
-    options = _given(inner, DESCRIPTOR_KEYS[kind])
+    options = _set_values(inner, DESCRIPTOR_KEYS[kind])
     if kind.startswith("se_atten"):
         inner.only("lmax", None, f"{kind} has moments of degree 1 here; leave it out")
         stripped = inner.take("stripped_type_embedding")
@@ -185,7 +185,7 @@ def _fitting(section: Section) -> dict[str, Any]:
     if inner is None:
         raise ForgefieldError(f"{section.file}: 'model.fitting_net' is missing.")
     kind = _kind(inner, "ener", FITTING_KEYS, {}, OTHER_FITTINGS, "fitting")
-    options = _given(inner, FITTING_KEYS[kind])
+    options = _set_values(inner, FITTING_KEYS[kind])
     if kind == "property" and not isinstance(options.get("property_name"), str):
         raise inner.refused("property_name", "is missing: it is the name of the property's files")
     inner.only("dim_case_embd", 0, "this is for several models trained together")
@@ -199,39 +199,41 @@ def _fitting(section: Section) -> dict[str, Any]:
 def _kind(
     section: Section,
     default: object,
-    known: dict[str, Any],
+    supported: dict[str, Any],
     aliases: dict[str, str],
     others: tuple[str, ...],
     word: str,
 ) -> str:
     kind = section.take("type", default)
     kind = aliases.get(kind, kind) if isinstance(kind, str) else kind
-    if kind in tuple(known):
+    if kind in tuple(supported):
         return kind
     if kind in others:
-        raise section.refused("type", f"is '{kind}', a {word} that is not known here; there are {', '.join(known)}")
-    hint = did_you_mean(str(kind), [*known, *aliases])
-    raise ForgefieldError(f"{section.file}: '{section.path('type')}' is one of {', '.join(known)}, not {kind!r}.{hint}")
+        raise section.refused("type", f"is '{kind}', a {word} that is not known here; there are {', '.join(supported)}")
+    hint = did_you_mean(str(kind), [*supported, *aliases])
+    raise ForgefieldError(
+        f"{section.file}: '{section.path('type')}' is one of {', '.join(supported)}, not {kind!r}.{hint}"
+    )
 
 
-def _given(section: Section, names: tuple[str, ...]) -> dict[str, Any]:
+def _set_values(section: Section, names: tuple[str, ...]) -> dict[str, Any]:
     """What the user wrote, under the first of its names; the model has DeePMD-kit's defaults for the rest."""
     order = section.names()
     values = {name: _value(section, name) for name in names}
     precision = values.get("precision")
     if precision is not None and precision not in tuple(PRECISIONS):
         raise section.wrong("precision", precision, "float64 or float32 (double, single, default)")
-    given = [name for name in names if values[name] is not None]
-    return {name: values[name] for name in sorted(given, key=lambda name: order.index(section.written(name)))}
+    names_set = [name for name in names if values[name] is not None]
+    return {name: values[name] for name in sorted(names_set, key=lambda name: order.index(section.written(name)))}
 
 
 def _value(section: Section, name: str) -> Any:
-    """The value of an option, of the kind that it should be; None where it is not given."""
+    """The value of an option, with its type checked; None if it is not set."""
     also = ALIASES.get(name, ())
     if name in FLAGS:
         return section.flag(name, None, also=also)
     if name in COUNTS:
-        return section.whole(name, at_least=0, also=also)
+        return section.integer(name, at_least=0, also=also)
     if name in NUMBERS:
         return section.number(name, at_least=0, also=also)
     value = section.take(name, also=also)
@@ -243,7 +245,7 @@ def _value(section: Section, name: str) -> Any:
 
 
 def _agree_on_precision(descriptor: dict[str, Any], fitting: dict[str, Any]) -> str:
-    """One precision for the training where both parts have the same; else they keep what they were given."""
+    """One precision for the training if both networks have the same; else each keeps its setting."""
     first, second = (PRECISIONS[part.pop("precision", "default")] for part in (descriptor, fitting))
     if first == second:
         return first
@@ -255,14 +257,14 @@ def _short_range(section: Section) -> dict[str, Any]:
     table = section.text("use_srtab")
     values = {name: section.number(name, above=0) for name in ("smin_alpha", "sw_rmin", "sw_rmax")}
     if table is None:
-        if given := [name for name, value in values.items() if value is not None]:
-            raise section.refused(given[0], "has an effect only with 'model.use_srtab', which is not given")
+        if unused := [name for name, value in values.items() if value is not None]:
+            raise section.refused(unused[0], "has an effect only with 'model.use_srtab', which is not given")
         return {}
     for name, value in values.items():
         if value is None:
             raise section.refused(name, "is missing; 'model.use_srtab' needs it")
-    found = find_path(table, [Path.cwd(), section.file.absolute().parent])
-    return {"use_srtab": found, **values}
+    path = find_path(table, [Path.cwd(), section.file.absolute().parent])
+    return {"use_srtab": path, **values}
 
 
 def _preset_bias(section: Section, n_species: int) -> dict[str, Any]:

@@ -1,6 +1,6 @@
 """Inputs of earlier versions of DeePMD-kit, in the form of the present one.
 
-Version 1 named the data in `training` itself and gave a decay rate; 3.1 had warm-up and optimiser in `training`. Nothing is
+Version 1 named the data in `training` itself and gave a decay rate; 3.1 had warm-up and optimiser in `training`. Values are not
 changed in place.
 """
 
@@ -35,18 +35,18 @@ OPTIMISER = {
 
 def updated(values: Mapping[str, Any], file: Path) -> dict[str, Any]:
     """The input with everything where the present version has it."""
-    found = {key: dict(value) if isinstance(value, Mapping) else value for key, value in values.items()}
-    training = found.get("training")
+    content = {key: dict(value) if isinstance(value, Mapping) else value for key, value in values.items()}
+    training = content.get("training")
     if not isinstance(training, dict):
-        return found
+        return content
     if "systems" in training:
-        _from_version_1(found, training, file)
-    _move(found, training, {name: name for name in WARM_UP}, "learning_rate", file)
-    _move(found, training, OPTIMISER, "optimizer", file)
-    return found
+        _from_version_1(content, training, file)
+    _move(content, training, {name: name for name in WARM_UP}, "learning_rate", file)
+    _move(content, training, OPTIMISER, "optimizer", file)
+    return content
 
 
-def _from_version_1(found: dict[str, Any], training: dict[str, Any], file: Path) -> None:
+def _from_version_1(content: dict[str, Any], training: dict[str, Any], file: Path) -> None:
     if "training_data" in training:
         raise ForgefieldError(
             f"{file}: 'training.systems' is the form of DeePMD-kit 1 and 'training.training_data' that of 2 and 3; keep one."
@@ -55,12 +55,12 @@ def _from_version_1(found: dict[str, Any], training: dict[str, Any], file: Path)
     if "sys_prob" in data:
         data["sys_probs"] = data.pop("sys_prob")
     training["training_data"] = data
-    if isinstance(found.get("learning_rate"), dict):
-        _give_last_rate(found["learning_rate"], training.get("stop_batch", training.get("numb_steps")))
+    if isinstance(content.get("learning_rate"), dict):
+        _give_last_rate(content["learning_rate"], training.get("stop_batch", training.get("numb_steps")))
 
 
 def _give_last_rate(rate: dict[str, Any], steps: object) -> None:
-    """A decay rate that held for the whole run is the same curve as the last rate it leads to."""
+    """A constant decay rate gives the same curve as the last learning rate that it leads to."""
     numbers: list[Any] = [rate.get("start_lr"), rate.get("decay_rate"), steps, rate.get("decay_steps", 5000)]
     if all(is_number(number) and number > 0 for number in numbers):
         first, decay, length, every = numbers
@@ -68,14 +68,14 @@ def _give_last_rate(rate: dict[str, Any], steps: object) -> None:
         del rate["decay_rate"]
 
 
-def _move(found: dict[str, Any], training: dict[str, Any], names: dict[str, str], section: str, file: Path) -> None:
+def _move(content: dict[str, Any], training: dict[str, Any], names: dict[str, str], section: str, file: Path) -> None:
     moved = {new: training.pop(old) for old, new in names.items() if old in training}
     if not moved:
         return
-    target = found.get(section) or {}
+    target = content.get(section) or {}
     if not isinstance(target, Mapping):
         return  # which is refused soon
     for name in moved:
         if name in target:
             raise ForgefieldError(f"{file}: '{section}.{name}' is also given in 'training', its old place; keep one.")
-    found[section] = {**target, **moved}
+    content[section] = {**target, **moved}

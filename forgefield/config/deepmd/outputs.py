@@ -1,4 +1,4 @@
-"""Losses of the fitting networks beside the energy: `tensor`, `dos` and `property` of the `loss` section.
+"""Losses of fitting networks for quantities other than the energy: `tensor`, `dos` and `property` of the `loss` section.
 
 DeePMD-kit's terms, N atoms in a frame; means are over frames (atoms) and components, s is the deviation of the labels:
 
@@ -44,17 +44,17 @@ def tensor_task(
     section.finish()
     if not any(weights):
         raise section.refused("pref", "and 'loss.pref_atomic' are both 0, so nothing would be trained")
-    found = OutputTask({})
+    output = OutputTask({})
     if weights[0]:
-        found.task[label] = {"weight": weights[0], "loss": "mse", "reduce": "sum", "per_atom": False}
-        found.fields[label] = {"shape": shape}
-        found.columns[f"rmse_global_{column}"] = f"{label}_per_atom_rmse"
+        output.task[label] = {"weight": weights[0], "loss": "mse", "reduce": "sum", "per_atom": False}
+        output.fields[label] = {"shape": shape}
+        output.columns[f"rmse_global_{column}"] = f"{label}_per_atom_rmse"
     if weights[1]:
         name = f"atomic_{label}"
-        found.task[name] = {"weight": weights[1], "loss": "mse"}
-        found.fields[name] = {"per": "atom", "shape": shape, **_of_selected(fitting, species, excluded)}
-        found.columns[f"rmse_local_{column}"] = f"{name}_rmse"
-    return found
+        output.task[name] = {"weight": weights[1], "loss": "mse"}
+        output.fields[name] = {"per": "atom", "shape": shape, **_of_selected(fitting, species, excluded)}
+        output.columns[f"rmse_local_{column}"] = f"{name}_rmse"
+    return output
 
 
 def _of_selected(fitting: dict[str, Any], species: list[str], excluded: Sequence[int]) -> dict[str, Any]:
@@ -69,7 +69,7 @@ def _of_selected(fitting: dict[str, Any], species: list[str], excluded: Sequence
 
 def dos_task(section: Section, fitting: dict[str, Any], species: list[str], excluded: Sequence[int] = ()) -> OutputTask:
     """Densities of states and their running sums. excluded: `atom_exclude_types`."""
-    shape, found = [fitting.get("numb_dos", NUMB_DOS)], OutputTask({})
+    shape, output = [fitting.get("numb_dos", NUMB_DOS)], OutputTask({})
     for short, (name, default) in DENSITIES.items():
         first = float(section.number(f"start_pref_{short}", default, at_least=0))
         last = float(section.number(f"limit_pref_{short}", default, at_least=0))
@@ -77,18 +77,18 @@ def dos_task(section: Section, fitting: dict[str, Any], species: list[str], excl
             continue
         of_atoms, kind = short.startswith("a"), "cdf" if short.endswith("cdf") else "dos"
         schedule = {} if first == last else {"schedule": {"kind": "lr", "to": last}}
-        found.task[name] = {"weight": first, "loss": "mse", **schedule}
-        found.task[name] |= {} if of_atoms else {"reduce": "sum", "per_atom": False}
+        output.task[name] = {"weight": first, "loss": "mse", **schedule}
+        output.task[name] |= {} if of_atoms else {"reduce": "sum", "per_atom": False}
         of_species = {"per": "atom", **_of_selected({}, species, excluded)}
-        found.fields[name] = {"shape": shape} | (of_species if of_atoms else {})
+        output.fields[name] = {"shape": shape} | (of_species if of_atoms else {})
         if kind == "cdf":
-            found.fields[name] |= {"key": "atom_dos" if of_atoms else "dos", "cumulative": True}
-        place, metric = ("local", name) if of_atoms else ("global", f"{name}_per_atom")
-        found.columns[f"rmse_{place}_{kind}"] = f"{metric}_rmse"
+            output.fields[name] |= {"key": "atom_dos" if of_atoms else "dos", "cumulative": True}
+        suffix, metric = ("local", name) if of_atoms else ("global", f"{name}_per_atom")
+        output.columns[f"rmse_{suffix}_{kind}"] = f"{metric}_rmse"
     section.finish()
-    if not found.task:
+    if not output.task:
         raise section.refused("start_pref_dos", "and all other prefactors are 0, so nothing would be trained")
-    return found
+    return output
 
 
 def property_task(section: Section, fitting: dict[str, Any], batch: dict[str, Any]) -> OutputTask:

@@ -19,7 +19,7 @@ IN_THE_FOLDER = "everything of a run lies in its folder"
 
 def translate_length(section: Section) -> dict[str, int]:
     """`max_steps` or `max_epochs`."""
-    steps = section.whole("numb_steps", at_least=1, also=STEPS)
+    steps = section.integer("numb_steps", at_least=1, also=STEPS)
     epochs = section.number("numb_epoch", above=0, also=EPOCHS)
     if (steps is None) == (epochs is None):
         why = "say the same thing; keep one" if steps is not None else "are both missing; give one"
@@ -41,10 +41,10 @@ def refuse_epochs_of_draws(section: Section, length: dict[str, int], data: dict[
 
 
 def translate_run(section: Section, length: dict[str, int], learnt: OutputTask, *, validates: bool) -> dict[str, Any]:
-    """Our `training`, `trainer` and `callbacks` as far as the section says them, `seed` included. learnt: what is trained."""
+    """The sections `training`, `trainer` and `callbacks`, and `seed`, from the input. learnt: what is trained."""
     task = learnt.task
-    seed = section.whole("seed", 0)
-    every = section.whole("disp_freq", 1000, at_least=1)
+    seed = section.integer("seed", 0)
+    every = section.integer("disp_freq", 1000, at_least=1)
     training = {"checkpoint": _checkpoints(section, length), **_average(section), **_engine(section)}
     norm = section.number("gradient_max_norm", at_least=0)
     if norm:
@@ -74,8 +74,8 @@ def _learning_curve(section: Section, every: int, learnt: OutputTask) -> list[di
 
 
 def _checkpoints(section: Section, length: dict[str, int]) -> dict[str, Any]:
-    every = section.whole("save_freq", 1000, at_least=1)
-    keep = section.whole("max_ckpt_keep", 5, at_least=1)
+    every = section.integer("save_freq", 1000, at_least=1)
+    keep = section.integer("max_ckpt_keep", 5, at_least=1)
     ratio = section.number("ckpt_keep_ratio", above=0, below=1)
     if ratio is not None:
         if "max_steps" not in length:
@@ -139,13 +139,13 @@ def _profiler(section: Section) -> dict[str, Any]:
 def _tensorboard(section: Section) -> tuple[int, int | None]:
     """Level of detail, and steps between two events."""
     on = section.flag("tensorboard")
-    every = section.whole("tensorboard_freq", 1, at_least=1)
+    every = section.integer("tensorboard_freq", 1, at_least=1)
     section.note("tensorboard_log_dir", f"{IN_THE_FOLDER}: events are in its folder 'tensorboard'.", unless=["log"])
     return (1, every) if on else (0, None)
 
 
 def _without_effect(section: Section) -> None:
-    """Keys whose effect is had anyway."""
+    """Keys that Forgefield does not need."""
     section.note("stat_file", "statistics are kept by themselves, for any run with the same data.")
     mode = section.choice("stat_file_mode", "update", ("update", "read"))
     if mode == "read":
@@ -159,7 +159,7 @@ def translate_validating(section: Section | None, targets: list[str]) -> dict[st
     """Which model is the best, where the section asks for one: `monitor` of our `training`."""
     if section is None:
         return {}
-    wanted = [section.flag("full_validation"), section.flag("ema_full_validation")]
+    flags = [section.flag("full_validation"), section.flag("ema_full_validation")]
     text = section.text("validation_metric", "E:MAE")
     start = section.number("full_val_start", 0.5, at_least=0)
     always = "every validation is over all frames, every training.disp_freq steps; the best model is always kept."
@@ -172,7 +172,7 @@ def translate_validating(section: Section | None, targets: list[str]) -> dict[st
     for name in ("tf32_infer", "amp_infer"):
         section.only(name, False, "validation is always in the precision of the weights")
     section.finish()
-    return {"monitor": _metric(section, text, targets)} if any(wanted) and start != 1 else {}
+    return {"monitor": _metric(section, text, targets)} if any(flags) and start != 1 else {}
 
 
 def _metric(section: Section, text: str, targets: list[str]) -> str:

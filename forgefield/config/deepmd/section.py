@@ -1,6 +1,6 @@
 """A section of a DeePMD-kit input while it is translated: every key is taken, refused with a reason, or unknown.
 
-Whoever takes a value says what it should be; whatever nobody took is an error at `finish`. So no key is ever ignored, and
+A value is checked when it is taken; keys that were not taken are an error at `finish`. So no key is ever ignored, and
 every message names the file, the key and what would be right.
 """
 
@@ -17,13 +17,13 @@ from forgefield.errors import ForgefieldError
 
 LARGEST = sys.float_info.max
 MISSING: Any = object()
-"""Default of a key that must be given."""
+"""Default of a required key."""
 
 
 class Section:
-    """One mapping of the input. key: its dotted name, empty for the whole file. notes: what the user should know, by key.
+    """One mapping of the input. key: its dotted name, empty for the file. notes: messages for the user, by key.
 
-    Keys that begin with `_` are comments. A value of null is no value.
+    Keys that begin with `_` are comments. A value of null counts as missing.
     """
 
     def __init__(self, values: object, file: Path, key: str = "", notes: dict[str, str] | None = None) -> None:
@@ -32,11 +32,11 @@ class Section:
         if not isinstance(values, Mapping):
             raise ForgefieldError(f"{file}: '{key}' is a section (a mapping of keys), not {values!r:.60}.")
         self._left = {str(name): value for name, value in values.items() if not str(name).startswith("_")}
-        self._known: dict[str, None] = {}
+        self._names: dict[str, None] = {}
         self._written: dict[str, str] = {}
 
     def names(self) -> list[str]:
-        """The keys that nobody has taken yet, in their order."""
+        """The keys that were not taken yet, in their order."""
         return list(self._left)
 
     def written(self, name: str) -> str:
@@ -47,23 +47,23 @@ class Section:
 
     def take(self, name: str, default: object = None, *, also: Sequence[str] = ()) -> Any:
         """The value of a key, as it is. also: other names that DeePMD-kit accepts for it."""
-        self._known |= dict.fromkeys((name, *also))
-        given = [alias for alias in (name, *also) if self._left.get(alias) is not None]
-        if len(given) > 1:
+        self._names |= dict.fromkeys((name, *also))
+        aliases_set = [alias for alias in (name, *also) if self._left.get(alias) is not None]
+        if len(aliases_set) > 1:
             raise ForgefieldError(
-                f"{self.file}: '{self.path(given[0])}' and '{self.path(given[1])}' are two names of one key."
+                f"{self.file}: '{self.path(aliases_set[0])}' and '{self.path(aliases_set[1])}' are two names of one key."
             )
         for alias in (name, *also):
-            if alias in self._left and alias not in given:
+            if alias in self._left and alias not in aliases_set:
                 del self._left[alias]
-        if given:
-            self._written[name] = given[0]
-            return self._left.pop(given[0])
+        if aliases_set:
+            self._written[name] = aliases_set[0]
+            return self._left.pop(aliases_set[0])
         if default is MISSING:
             raise ForgefieldError(f"{self.file}: '{self.path(name)}' is missing.")
         return default
 
-    def whole(
+    def integer(
         self, name: str, default: object = None, *, at_least: int | None = None, also: Sequence[str] = ()
     ) -> int | Any:
         """A whole number."""
@@ -131,17 +131,17 @@ class Section:
             raise self.refused(name, f"is {value!r:.60}, but {why}")
 
     def note(self, name: str, text: str, *, unless: Collection[Any] = ()) -> None:
-        """Take a key whose effect is had anyway, or in another way; say how, unless it has one of these values."""
+        """Take a key that has no setting in Forgefield, and note `text` unless it has one of these values."""
         value = self.take(name)
         if value is not None and value not in unless:
             self.notes[self.path(name)] = text
 
     def finish(self) -> None:
-        """Refuse whatever nobody took."""
+        """Refuse keys that were not taken."""
         for name in self._left:
-            known = list(self._known)
+            names = list(self._names)
             where = f"'{self.key}' has" if self.key else "an input has"
-            hint = did_you_mean(name, known) or f" DeePMD-kit's {where}: {', '.join(known)}."
+            hint = did_you_mean(name, names) or f" DeePMD-kit's {where}: {', '.join(names)}."
             raise ForgefieldError(f"{self.file}: unknown key '{self.path(name)}'.{hint}")
 
     # --- messages

@@ -1,6 +1,6 @@
 """Inputs with several models at once (`model_dict`, `loss_dict`, `data_dict`): branches of one model with a common descriptor.
 
-What several of them share is named in `shared_dict`. Each branch is translated like an input of its own; then they are put
+What several of them share is named in `shared_dict`. Each branch is translated like a separate input; then they are put
 together, and what cannot be put together is refused.
 """
 
@@ -20,7 +20,7 @@ SHARED = ("type_map", "descriptor", "fitting_net")
 
 
 class Shared:
-    """What `shared_dict` holds, and which branch uses what of it."""
+    """The content of `shared_dict`, and which branch uses what of it."""
 
     def __init__(self, section: Section | None, file: Path) -> None:
         self.file = file
@@ -32,11 +32,11 @@ class Shared:
         """The model of a branch with names replaced by what they stand for."""
         if not isinstance(model, Mapping):
             raise ForgefieldError(f"{self.file}: 'model.model_dict.{branch}' is a section, not {model!r:.60}.")
-        found = dict(model)
+        expanded = dict(model)
         for kind in SHARED:
-            if isinstance(found.get(kind), str):
-                found[kind] = self._look_up(branch, kind, found[kind])
-        return found
+            if isinstance(expanded.get(kind), str):
+                expanded[kind] = self._look_up(branch, kind, expanded[kind])
+        return expanded
 
     def _look_up(self, branch: str, kind: str, reference: str) -> Any:
         where = f"{self.file}: 'model.model_dict.{branch}.{kind}'"
@@ -58,20 +58,20 @@ class Shared:
 
 
 class Branches:
-    """A multi-task input, branch by branch. model, training: sections of the input, whole: all of it."""
+    """A multi-task input, branch by branch. model, training: sections of the input. root: the input."""
 
-    def __init__(self, whole: Section, model: Section, training: Section) -> None:
-        self.whole, self.training, self.file = whole, training, whole.file
+    def __init__(self, root: Section, model: Section, training: Section) -> None:
+        self.root, self.training, self.file = root, training, root.file
         shared = Shared(model.below("shared_dict"), self.file)
-        given = model.take("model_dict")
-        if not isinstance(given, Mapping) or len(given) < 2:
-            raise model.wrong("model_dict", given, "a section with a model for each of several branches")
-        names = [str(name) for name in given if not str(name).startswith("_")]
+        branches = model.take("model_dict")
+        if not isinstance(branches, Mapping) or len(branches) < 2:
+            raise model.wrong("model_dict", branches, "a section with a model for each of several branches")
+        names = [str(name) for name in branches if not str(name).startswith("_")]
         common = {name: model.take(name) for name in model.names()}
         self.models = {}
         for name in names:
-            content = {**common, **shared.expand(name, given[name])}
-            self.models[name] = translate_model(Section(content, self.file, f"model.model_dict.{name}", whole.notes))
+            content = {**common, **shared.expand(name, branches[name])}
+            self.models[name] = translate_model(Section(content, self.file, f"model.model_dict.{name}", root.notes))
         shared.finish()
         self.shared = shared
         self._require_common()
@@ -125,21 +125,21 @@ class Branches:
 
     def task(self) -> dict[str, Any]:
         """Our `task`: targets of each branch."""
-        found = {}
-        losses = _by_branch(self.whole, "loss_dict", self.names, required=False)
+        tasks = {}
+        losses = _by_branch(self.root, "loss_dict", self.names, required=False)
         for name, model in self.models.items():
-            section = Section(losses.get(name, {}), self.file, f"loss_dict.{name}", self.whole.notes)
-            found[name] = translate_loss(
+            section = Section(losses.get(name, {}), self.file, f"loss_dict.{name}", self.root.notes)
+            tasks[name] = translate_loss(
                 section, model.fitting, model.species, {}, model.options.get("atom_exclude_types", ())
             ).task
-        return {"branches": found}
+        return {"branches": tasks}
 
     def data(self) -> dict[str, Any]:
         """Our `data`: sources of all branches, and how often each is drawn."""
         species = next(iter(self.models.values())).species
         parts = {}
         for name, content in _by_branch(self.training, "data_dict", self.names).items():
-            section = Section(content, self.file, f"training.data_dict.{name}", self.whole.notes)
+            section = Section(content, self.file, f"training.data_dict.{name}", self.root.notes)
             parts[name] = translate_data(section, species)
             section.note("stat_file", "statistics are kept by themselves, for any run with the same data.")
             section.finish()
@@ -160,8 +160,8 @@ class Branches:
         sizes: list[int] = []
         for part in parts.values():
             entries = part["train"] if isinstance(part["train"], list) else [part["train"]]
-            given = part["batch"].get("by_source")
-            frames = given if isinstance(given, list) else [part["batch"].get("frames")] * len(entries)
+            by_source = part["batch"].get("by_source")
+            frames = by_source if isinstance(by_source, list) else [part["batch"].get("frames")] * len(entries)
             if None in frames or len(frames) != len(entries):
                 raise self.training.refused("data_dict", "has different rules for batch_size; give numbers of frames")
             sizes += frames
@@ -175,10 +175,12 @@ class Branches:
             )
         if self.training.take("num_epoch_dict"):
             raise self.training.refused("num_epoch_dict", "is not known here; give numb_steps and model_prob")
-        given = self.training.take("model_prob")
-        if given:
-            given = _by_branch(Section({"model_prob": given}, self.file, "training"), "model_prob", self.names)
-        return {"branches": given or "auto", "rule": next(iter(rules.values())) or "size"}
+        probabilities = self.training.take("model_prob")
+        if probabilities:
+            probabilities = _by_branch(
+                Section({"model_prob": probabilities}, self.file, "training"), "model_prob", self.names
+            )
+        return {"branches": probabilities or "auto", "rule": next(iter(rules.values())) or "size"}
 
 
 def _outside(model: Model) -> dict[str, Any]:
@@ -189,20 +191,20 @@ def _outside(model: Model) -> dict[str, Any]:
 
 def _by_branch(section: Section, key: str, names: list[str], *, required: bool = True) -> dict[str, Any]:
     """A section that has an entry for each branch."""
-    given = section.take(key, None if required else {})
-    if not isinstance(given, Mapping):
-        raise section.wrong(key, given, f"a section with an entry for each of {', '.join(names)}")
-    found = {str(name): value for name, value in given.items() if not str(name).startswith("_")}
-    for name in found:
+    values = section.take(key, None if required else {})
+    if not isinstance(values, Mapping):
+        raise section.wrong(key, values, f"a section with an entry for each of {', '.join(names)}")
+    sections = {str(name): value for name, value in values.items() if not str(name).startswith("_")}
+    for name in sections:
         if name not in names:
             raise ForgefieldError(
                 f"{section.file}: '{section.path(key)}.{name}' is for a branch that 'model.model_dict' does not have "
                 f"({', '.join(names)})."
             )
-    missing = [name for name in names if name not in found]
+    missing = [name for name in names if name not in sections]
     if missing and required:
         raise ForgefieldError(f"{section.file}: '{section.path(key)}.{missing[0]}' is missing.")
-    return {name: found[name] for name in names if name in found}
+    return {name: sections[name] for name in names if name in sections}
 
 
 def _of_branch(sources: object, branch: str) -> list[dict[str, Any]]:

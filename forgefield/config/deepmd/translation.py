@@ -1,7 +1,7 @@
 """From a DeePMD-kit input to a Forgefield config of the same run.
 
-Every key of DeePMD-kit's schema is translated, is without effect for a reason that `Translation.notes` tells, or is refused
-with that reason. The config holds plain values and can be written down, changed and trained like any other.
+Every key of DeePMD-kit's schema is translated, has no effect for a reason in `Translation.notes`, or is refused
+with that reason. The config consists of plain values and can be stored, changed and trained like any other.
 """
 
 from __future__ import annotations
@@ -32,10 +32,10 @@ from forgefield.errors import ForgefieldError
 from forgefield.untrusted.documents import load_json
 
 COMMENTS = {
-    "model": "The network, with DeePMD-kit's own names; its rcut is data.cutoff, its type_map data.species.",
+    "model": "The network, with DeePMD-kit's names; its rcut is data.cutoff, its type_map data.species.",
     "trainer.max_steps": "Optimiser steps.",
     "trainer.val_check_interval": "Steps between two validations; each is over all validation frames.",
-    "trainer.check_val_every_n_epoch": "Validations are counted in steps, whatever the epoch.",
+    "trainer.check_val_every_n_epoch": "Validations are counted in steps, not in epochs.",
     "callbacks": "The learning curve as DeePMD-kit writes it, a row for each validation.",
 }
 """Comments on settings in a converted config."""
@@ -67,20 +67,20 @@ def translate(content: Mapping[str, Any], file: Path) -> dict[str, Any]:
 
 def translation(content: Mapping[str, Any], file: Path) -> Translation:
     """The same, with what the user should know."""
-    whole = Section(updated(content, file), file)
-    model_section, training = whole.below("model"), whole.below("training")
+    root = Section(updated(content, file), file)
+    model_section, training = root.below("model"), root.below("training")
     if model_section is None or training is None:
         raise ForgefieldError(f"{file}: an input of DeePMD-kit needs the sections 'model' and 'training'.")
-    model, data, learnt = _parts(whole, model_section, training)
+    model, data, learnt = _parts(root, model_section, training)
     length, task = translate_length(training), learnt.task
     refuse_epochs_of_draws(training, length, data)
     weights = precision(training, model.precision)
     run = translate_run(training, length, learnt, validates=data["val"] is not None)
-    learning = translate_learning_rate(whole.below("learning_rate"), file, length.get("max_steps"))
-    optimiser = translate_optimiser(whole.below("optimizer"))
-    best = translate_validating(whole.below("validating"), list(task))
-    whole.only("nvnmd", None, "training for NVNMD hardware is of DeePMD-kit's TensorFlow alone")
-    whole.finish()
+    learning = translate_learning_rate(root.below("learning_rate"), file, length.get("max_steps"))
+    optimiser = translate_optimiser(root.below("optimizer"))
+    best = translate_validating(root.below("validating"), list(task))
+    root.only("nvnmd", None, "training for NVNMD hardware is of DeePMD-kit's TensorFlow alone")
+    root.finish()
     config = {
         "name": file.stem,
         "seed": run["seed"],
@@ -91,22 +91,22 @@ def translation(content: Mapping[str, Any], file: Path) -> Translation:
         "trainer": run["trainer"],
         "callbacks": run["callbacks"],
     }
-    return Translation(config, whole.notes)
+    return Translation(config, root.notes)
 
 
-def _parts(whole: Section, model_section: Section, training: Section) -> tuple[Model, dict[str, Any], OutputTask]:
+def _parts(root: Section, model_section: Section, training: Section) -> tuple[Model, dict[str, Any], OutputTask]:
     """Model, our `data` section, and what is learnt; of one model or of several branches."""
     if "model_dict" in model_section.names():
-        branches = Branches(whole, model_section, training)
+        branches = Branches(root, model_section, training)
         model, data, learnt = branches.model(), branches.data(), OutputTask(branches.task())
-        whole.only("loss", None, "with 'model.model_dict' losses are given in 'loss_dict'")
+        root.only("loss", None, "with 'model.model_dict' losses are given in 'loss_dict'")
         return model, {"species": model.species, "cutoff": model.cutoff, **data}, learnt
-    _refuse_several(whole, model_section, training)
+    _refuse_several(root, model_section, training)
     model = translate_model(model_section)
     data = {"species": model.species, "cutoff": model.cutoff}
     data |= {"reference_energies": "fit"} if model.fitting["type"] == "ener" else {}
     data |= translate_data(training, model.species)
-    loss = whole.below("loss") or Section({}, whole.file, "loss", whole.notes)
+    loss = root.below("loss") or Section({}, root.file, "loss", root.notes)
     learnt = translate_loss(
         loss, model.fitting, model.species, data["batch"], model.options.get("atom_exclude_types", ())
     )
@@ -115,10 +115,10 @@ def _parts(whole: Section, model_section: Section, training: Section) -> tuple[M
     return model, data, learnt
 
 
-def _refuse_several(whole: Section, model: Section, training: Section) -> None:
+def _refuse_several(root: Section, model: Section, training: Section) -> None:
     """What belongs to several models trained together, in an input of one."""
     why = "it belongs to several models (model.model_dict), and there is one"
-    for section, name in ((model, "shared_dict"), (whole, "loss_dict"), (training, "data_dict")):
+    for section, name in ((model, "shared_dict"), (root, "loss_dict"), (training, "data_dict")):
         section.only(name, None, why)
     for name in ("model_prob", "num_epoch_dict"):
         if training.take(name):

@@ -1,7 +1,7 @@
-"""Labels of whole blocks: what `labels.LabelReader` does for one frame, done for all frames of a block at once.
+"""Labels of blocks of frames: what `labels.LabelReader` does for one frame, done for all frames of a block at once.
 
 Only what is usual and right takes this way: one candidate for each label, good shapes, finite numbers, cells far from
-flat. Else the answer is None, and the frames go through the label reader one by one, which decides or says what is wrong.
+flat. Otherwise None is returned, and the label reader reads the frames one by one, which also reports errors.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ def block_frames(block: RawBlock, reader: LabelReader) -> list[Frame] | None:
     numbers = np.asarray(block.numbers, dtype=np.int64)
     pbc = np.broadcast_to(block.pbc, (n_frames, 3)).astype(bool)
     labels = (energy, forces, stress, weight)
-    if not (_known(numbers, n_atoms) and _finite(positions, cell, *labels) and _roomy(cell, volume, pbc)):
+    if not (_are_elements(numbers, n_atoms) and _finite(positions, cell, *labels) and _roomy(cell, volume, pbc)):
         return None
     if weight is not None and (weight < 0).any():
         return None
@@ -69,15 +69,15 @@ def block_frames(block: RawBlock, reader: LabelReader) -> list[Frame] | None:
 
 
 def _fields(block: RawBlock, reader: LabelReader) -> dict[str, np.ndarray] | None:
-    """Values of the fields that the block carries; None where there is anything to decide or to refuse."""
-    found = {}
-    for name, said in reader.fields.items():
-        usual, values = block_field(block, said, said.key or name)
+    """Values of the fields of the block; None if frames have to be read one by one."""
+    fields = {}
+    for name, options in reader.fields.items():
+        usual, values = block_field(block, options, options.key or name)
         if not usual:
             return None
         if values is not None:
-            found[name] = values
-    return found
+            fields[name] = values
+    return fields
 
 
 class _Columns:
@@ -91,12 +91,12 @@ class _Columns:
 
     def take(self, label: str, shape: tuple[int, ...], factor: float) -> np.ndarray | None:
         """Values of `label` in `shape`, in eV and A; None where the block has none."""
-        place = self._block.arrays if label == "forces" else self._block.info
-        names = self._candidates(label, place)
+        columns = self._block.arrays if label == "forces" else self._block.info
+        names = self._candidates(label, columns)
         self.unusual |= len(names) > 1
         if not names or self.unusual:
             return None
-        values = np.asarray(place[names[0]])
+        values = np.asarray(columns[names[0]])
         good = values.shape == shape if label == "forces" else values.shape[0] == shape[0] and values.ndim > 0
         if values.dtype.kind not in "fiu" or values.size != np.prod(shape) or not good:
             self.unusual = True
@@ -104,13 +104,13 @@ class _Columns:
         return values.reshape(shape) * np.float64(factor)
 
     def _candidates(self, label: str, here: Mapping[str, np.ndarray]) -> list[str]:
-        wanted = self._names[label]
-        if wanted is not None:
-            if not is_none(wanted) and wanted not in here:
-                elsewhere = wanted in self._block.info or wanted in self._block.arrays
+        requested = self._names[label]
+        if requested is not None:
+            if not is_none(requested) and requested not in here:
+                elsewhere = requested in self._block.info or requested in self._block.arrays
                 self.unusual |= elsewhere
                 return []
-            return [] if is_none(wanted) else [wanted]
+            return [] if is_none(requested) else [requested]
         names = [name for name in USUAL_NAMES[label] + self._block.extra_names.get(label, ()) if name in here]
         fallback = not names and label in FALLBACK_NAMES
         if fallback:
@@ -123,11 +123,11 @@ class _Columns:
 def _plain_structure(block: RawBlock) -> bool:
     """Whether positions and cells are real numbers, atomic numbers integers and pbc truth values."""
     kinds = [np.asarray(values).dtype.kind for values in (block.positions, block.cell)]
-    whole = np.asarray(block.numbers).dtype.kind in "iu"
-    return whole and np.asarray(block.pbc).dtype.kind == "b" and all(kind in REAL_KINDS for kind in kinds)
+    integers = np.asarray(block.numbers).dtype.kind in "iu"
+    return integers and np.asarray(block.pbc).dtype.kind == "b" and all(kind in REAL_KINDS for kind in kinds)
 
 
-def _known(numbers: np.ndarray, n_atoms: int) -> bool:
+def _are_elements(numbers: np.ndarray, n_atoms: int) -> bool:
     return n_atoms > 0 and numbers.shape[-1] == n_atoms and bool(((numbers >= 1) & (numbers <= 118)).all())
 
 

@@ -51,13 +51,13 @@ class LabelCandidates:
                     if size:
                         self._sizes[name] = (per, size)
 
-    def hint(self, label: str, known: Iterable[str]) -> str:
-        """What may be `label`, the likeliest first, and the setting that says so; empty where nothing fits.
+    def hint(self, label: str, recognised: Iterable[str]) -> str:
+        """Names of values that may be `label`, the likeliest first, and the setting for it; empty if there are none.
 
-        known: names that are labels already.
+        recognised: names that are labels already.
         """
-        known = set(known)
-        fitting = [name for name, size in self._sizes.items() if size in _SIZES[label] and name not in known]
+        recognised = set(recognised)
+        fitting = [name for name, size in self._sizes.items() if size in _SIZES[label] and name not in recognised]
         likely = [name for name in fitting if any(word in name.lower() for word in _WORDS[label])]
         names = [*likely, *(name for name in fitting if name not in likely)]
         if not names:
@@ -73,7 +73,7 @@ class LabelCandidates:
 
 
 def _count(value: object) -> int:
-    """How many numbers a value holds; 0 where it is something else."""
+    """Number of numbers in a value; 0 for anything else."""
     if isinstance(value, (bool, str, bytes, Mapping)) or value is None:
         return 0
     try:
@@ -91,7 +91,7 @@ USUAL_NAMES: dict[str, tuple[str, ...]] = {
     "weight": ("config_weight", "weight"),
 }
 FALLBACK_NAMES = {"energy": ("free_energy",)}
-"""Another quantity that is often stored beside the energy: taken only where no frame of the source has an energy."""
+"""Another quantity that is often stored next to the energy: used only if no frame of the source has an energy."""
 CALCULATOR = "calculator"
 """As a setting, this name means the result of the attached calculator."""
 PREDICTED_BY = "predicted_by"
@@ -102,7 +102,7 @@ stress: the labels of such frames, in eV and A, are those whose names begin with
 class LabelReader:
     """Turns the raw frames of one source (all files that one setting names) into frames.
 
-    Remembers which names it met, so that `finish` can say what never came, and that a label means one quantity.
+    Records the names in the source, so that `finish` can report missing ones, and that a label is one quantity.
     """
 
     def __init__(self, labels: LabelOptions, units: UnitOptions) -> None:
@@ -110,11 +110,11 @@ class LabelReader:
         """The settings: label -> key."""
         self.fields = field_options(labels.fields)
         """What is to be taken along."""
-        self.asked: dict[str, Field] | None = None if labels.fields is None else fields_from(self.fields)
+        self.requested: dict[str, Field] | None = None if labels.fields is None else fields_from(self.fields)
         """The same as columns; None: what stores hold."""
         self._references: LabelReader | None = None
         """Reads frames that `forgefield predict` wrote."""
-        self._found: set[str] = set()
+        self._present: set[str] = set()
         self._available: set[str] = set()
         self.seen = LabelCandidates()
         """Sizes of the values met, for hints on labels of other names."""
@@ -162,7 +162,7 @@ class LabelReader:
         )
 
     def _predicted(self, raw: RawFrame, outputs: list[str]) -> Frame:
-        """A frame that `forgefield predict` wrote: predictions are not labels, whatever the settings say of other files.
+        """A frame that `forgefield predict` wrote: predictions are not labels, even if the settings name them for other files.
 
         outputs: names of the fields that were predicted."""
         if self._references is None:
@@ -171,13 +171,13 @@ class LabelReader:
                 for name, key in self.names.items()
             }
             fields = {
-                name: asdict(said)
+                name: asdict(options)
                 | ({"key": f"REF_{name}", "factor": 1.0, "cumulative": False} if name in outputs else {})
-                for name, said in self.fields.items()
+                for name, options in self.fields.items()
             }
             self._references = LabelReader(LabelOptions(**labels, fields=fields or None), UnitOptions())
         frame = self._references.frame(replace(raw, info={k: v for k, v in raw.info.items() if k != PREDICTED_BY}))
-        self._found |= self._references._found
+        self._present |= self._references._present
         self._available |= self._references._available
         return frame
 
@@ -189,35 +189,35 @@ class LabelReader:
         """A frame of a store, whose labels were chosen when it was written: `none` in the settings leaves one out."""
         for label in USUAL_NAMES:
             if label == "weight" or getattr(frame, "stress" if label == "virial" else label) is not None:
-                self._found.add(label)
-        self._found.update(map(_of_field, frame.fields))
-        if self.asked is not None and not self.asked.keys() >= frame.fields.keys():
-            kept = {name: value for name, value in frame.fields.items() if name in self.asked}
-            frame = replace(frame, fields=kept, per_atom=frame.per_atom & kept.keys())
+                self._present.add(label)
+        self._present.update(map(_of_field, frame.fields))
+        if self.requested is not None and not self.requested.keys() >= frame.fields.keys():
+            selected = {name: value for name, value in frame.fields.items() if name in self.requested}
+            frame = replace(frame, fields=selected, per_atom=frame.per_atom & selected.keys())
         dropped = {label: None for label in ("energy", "forces", "stress") if is_none(self.names[label] or "")}
         if is_none(self.names["weight"] or ""):
             frame = replace(frame, weight=1.0)
         return replace(frame, **dropped) if dropped else frame  # type: ignore[arg-type]
 
     def other_names(self) -> list[str]:
-        """Names of values that were met and are no label, in alphabetical order."""
-        return sorted(self._available - self._known_names())
+        """Names of values in the source that are not labels, in alphabetical order."""
+        return sorted(self._available - self._recognised_names())
 
     def hints(self) -> dict[str, str]:
         """For labels of which nothing was met: a sentence on values that may be them, where there are any."""
-        known = self._known_names()
-        hints = {label: self.seen.hint(label, known) for label in ("energy", "forces", "stress")}
+        recognised = self._recognised_names()
+        hints = {label: self.seen.hint(label, recognised) for label in ("energy", "forces", "stress")}
         return {label: text for label, text in hints.items() if text and not is_none(self.names[label] or "")}
 
-    def _known_names(self) -> set[str]:
-        known = {name for names in (*USUAL_NAMES.values(), *FALLBACK_NAMES.values()) for name in names}
-        known |= {said.key or name for name, said in self.fields.items()}
-        return known | {name for name in self.names.values() if name}
+    def _recognised_names(self) -> set[str]:
+        recognised = {name for names in (*USUAL_NAMES.values(), *FALLBACK_NAMES.values()) for name in names}
+        recognised |= {options.key or name for name, options in self.fields.items()}
+        return recognised | {name for name in self.names.values() if name}
 
     def notes(self) -> dict[str, Any]:
         """What was met so far, for `merge` in another process; plain containers only."""
         return {
-            "found": sorted(self._found),
+            "found": sorted(self._present),
             "available": sorted(self._available),
             "quantity": {label: list(first) for label, first in self._quantity.items()},
         }
@@ -227,42 +227,42 @@ class LabelReader:
     ) -> None:
         """Remember the keys and fields met at `where`; `energy`: whether its fallback was taken, and under which name."""
         keys = set(keys)
-        self._found.update(map(_of_field, fields))
+        self._present.update(map(_of_field, fields))
         self._available |= keys
-        self._found.update(label for label, name in self.names.items() if name in keys)
+        self._present.update(label for label, name in self.names.items() if name in keys)
         if energy is not None:
             self._refuse_mixture(where, "energy", energy[1], energy[0])
 
     def merge(self, notes: dict[str, Any]) -> None:
-        """Take over what another reader of the same source met, as if this one had read those frames too."""
-        self._found.update(notes["found"])
+        """Add the records of another reader of the same source, as if this one had read those frames too."""
+        self._present.update(notes["found"])
         self._available.update(notes["available"])
         for label, (fallback, name, where) in notes["quantity"].items():
             self._refuse_mixture(where, label, name, fallback)
 
     def finish(self, what: str) -> None:
-        """Raise if a name given in the settings was in none of the frames of `what`."""
+        """Raise if a name in the settings was in none of the frames of `what`."""
         for label, name in self.names.items():
-            if name is not None and not is_none(name) and label not in self._found:
+            if name is not None and not is_none(name) and label not in self._present:
                 keys = ", ".join(sorted(self._available)) or "none at all"
                 raise ForgefieldError(
                     f"data.labels.{label}={name}: no frame of {what} has that key; keys found there: {keys}"
                 )
-        for name, said in self.fields.items():
-            if _of_field(name) not in self._found:
+        for name, options in self.fields.items():
+            if _of_field(name) not in self._present:
                 keys = ", ".join(sorted(self._available)) or "none at all"
                 raise ForgefieldError(
-                    f"{FIELDS}.{name}: no frame of {what} has the key '{said.key or name}'; keys found there: {keys}"
+                    f"{FIELDS}.{name}: no frame of {what} has the key '{options.key or name}'; keys found there: {keys}"
                 )
 
     def _find_fields(self, raw: RawFrame) -> dict[str, np.ndarray]:
-        found = {name: frame_field(raw, name, said) for name, said in self.fields.items()}
-        values = {name: value for name, value in found.items() if value is not None}
-        self._found.update(map(_of_field, values))
+        fields = {name: frame_field(raw, name, options) for name, options in self.fields.items()}
+        values = {name: value for name, value in fields.items() if value is not None}
+        self._present.update(map(_of_field, values))
         return values
 
     def _find_stress(self, raw: RawFrame, cell: np.ndarray) -> np.ndarray | None:
-        # A name given for one of the two decides between them.
+        # If the settings name one of the two, that one is used.
         named = {label: self.names[label] for label in ("stress", "virial") if self.names[label] is not None}
         chosen = [label for label, name in named.items() if not is_none(str(name))]
         stress = virial = None
@@ -294,27 +294,27 @@ class LabelReader:
             value = None if is_none(name) else _named(raw, label, name)
             if value is None:
                 return None
-            self._found.add(label)
+            self._present.add(label)
             return _numbers(raw, name, value)
         usual = USUAL_NAMES[label] + raw.extra_names.get(label, ())
-        found, fallback = _candidates(raw, label, usual), False
-        if not found and label in FALLBACK_NAMES:
-            found, fallback = _candidates(raw, label, FALLBACK_NAMES[label]), True
-        if not found:
+        candidates, fallback = _candidates(raw, label, usual), False
+        if not candidates and label in FALLBACK_NAMES:
+            candidates, fallback = _candidates(raw, label, FALLBACK_NAMES[label]), True
+        if not candidates:
             return None
         if label in FALLBACK_NAMES:
-            self._refuse_mixture(raw.where, label, next(iter(found)), fallback)
-        values = {key: _numbers(raw, key, value) for key, value in found.items()}
+            self._refuse_mixture(raw.where, label, next(iter(candidates)), fallback)
+        values = {key: _numbers(raw, key, value) for key, value in candidates.items()}
         if len(values) > 1:
             _refuse_ambiguity(raw, label, values)
         return next(iter(values.values()))
 
-    def _refuse_mixture(self, place: str, label: str, name: str, fallback: bool) -> None:
-        """The fallback is another quantity; a source holds one or the other."""
-        first = self._quantity.setdefault(label, (fallback, name, place))
+    def _refuse_mixture(self, location: str, label: str, name: str, fallback: bool) -> None:
+        """The fallback is another quantity; all frames of a source must have the same."""
+        first = self._quantity.setdefault(label, (fallback, name, location))
         if first[0] == fallback:
             return
-        (_, usual, where), (_, _, where_other) = sorted([first, (fallback, name, place)])
+        (_, usual, where), (_, _, where_other) = sorted([first, (fallback, name, location)])
         other = FALLBACK_NAMES[label][0]
         raise ForgefieldError(
             f"{where_other}: it has {other} but no {label}, while {where} has {label} ({usual}), and the two are not "
@@ -324,7 +324,7 @@ class LabelReader:
 
 
 def _of_field(name: str) -> str:
-    """How a field is remembered beside labels."""
+    """Key of a field among those of labels."""
     return f"fields.{name}"
 
 
@@ -336,22 +336,24 @@ def _named(raw: RawFrame, label: str, name: str) -> Any:
     if name == CALCULATOR:
         return raw.results.get(label)
     places = (raw.arrays, raw.info) if label == "forces" else (raw.info, raw.arrays)
-    for place in (*places, raw.results):
-        if name in place:
-            return place[name]
+    for values in (*places, raw.results):
+        if name in values:
+            return values[name]
     return None
 
 
 def _candidates(raw: RawFrame, label: str, names: tuple[str, ...]) -> dict[str, Any]:
     per_atom = label == "forces"
-    place = raw.arrays if per_atom else raw.info
+    values = raw.arrays if per_atom else raw.info
     # A key without a value reads as True, and is not a number.
-    found = {name: place[name] for name in names if name in place and not isinstance(place[name], (bool, np.bool_))}
+    candidates = {
+        name: values[name] for name in names if name in values and not isinstance(values[name], (bool, np.bool_))
+    }
     for name in names:
         if name in raw.results:
-            found[CALCULATOR] = raw.results[name]
+            candidates[CALCULATOR] = raw.results[name]
             break
-    return found
+    return candidates
 
 
 def _refuse_ambiguity(raw: RawFrame, label: str, values: dict[str, np.ndarray]) -> None:

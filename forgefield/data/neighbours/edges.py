@@ -1,6 +1,6 @@
-"""Neighbour lists of many frames: kept in memory, kept in a store, or made anew whenever a batch needs them.
+"""Neighbour lists of many frames: held in memory, read from a store, or built whenever a batch needs them.
 
-All three give the same edges. In columns an edge takes a few bytes: numbers of atoms within the frame, shifts as small
+All three return the same edges. In columns an edge takes a few bytes: numbers of atoms within the frame, shifts as small
 integers, the destination by counting.
 """
 
@@ -119,15 +119,15 @@ class NeighbourLists(ABC):
     """Neighbour lists of the frames of a table."""
 
     n_edges: np.ndarray | None
-    """(n_frames,), where known without making the lists."""
+    """(n_frames,), None if the lists would have to be built first."""
     neighbours: np.ndarray | None
-    """Neighbours of all atoms of each component of the table, where known."""
+    """Neighbours of all atoms of each component of the table, or None."""
     closest: np.ndarray | None
-    """(n_frames,) shortest edge of each frame, A, where known."""
+    """(n_frames,) shortest edge of each frame, A, or None."""
     kind: str
 
     @abstractmethod
-    def read(self, found: RowView, geometry: Geometry) -> EdgeBlock | None:
+    def read(self, view: RowView, geometry: Geometry) -> EdgeBlock | None:
         """Edges of these frames, whose structures are `geometry`; None where others make them."""
 
 
@@ -159,10 +159,10 @@ class MemoryEdges(NeighbourLists):
         self._columns, self._first_edge, self._first_atom = columns, offsets(n_edges), offsets(table.n_atoms)
         self.n_edges, self.neighbours, self.closest = n_edges, columns["neighbours"], columns["closest"]
 
-    def read(self, found: RowView, geometry: Geometry) -> EdgeBlock:
-        n_edges = self.n_edges[found.rows]
-        edges = self._first_edge[found.rows], n_edges, n_edges.cumsum() - n_edges
-        atoms = self._first_atom[found.rows], found.n_atoms, found.n_atoms.cumsum() - found.n_atoms
+    def read(self, view: RowView, geometry: Geometry) -> EdgeBlock:
+        n_edges = self.n_edges[view.rows]
+        edges = self._first_edge[view.rows], n_edges, n_edges.cumsum() - n_edges
+        atoms = self._first_atom[view.rows], view.n_atoms, view.n_atoms.cumsum() - view.n_atoms
 
         def taken(name: str, first: np.ndarray, counts: np.ndarray, begins: np.ndarray) -> np.ndarray:
             column = self._columns[name]
@@ -180,7 +180,7 @@ class MemoryEdges(NeighbourLists):
 
 
 class BuiltEdges(NeighbourLists):
-    """Made whenever they are needed, by whoever prepares the batch."""
+    """Built whenever a batch is prepared."""
 
     kind = "made for each batch"
     n_edges = neighbours = closest = None
@@ -188,8 +188,8 @@ class BuiltEdges(NeighbourLists):
     def __init__(self, table: FrameTable, graph: GraphOptions) -> None:
         self._table, self._graph = table, graph
 
-    def read(self, found: RowView, geometry: Geometry) -> EdgeBlock:
-        return build_block(geometry, self._graph, lambda i: self._table.where(int(found.rows[i])))[0]
+    def read(self, view: RowView, geometry: Geometry) -> EdgeBlock:
+        return build_block(geometry, self._graph, lambda i: self._table.where(int(view.rows[i])))[0]
 
 
 class DeviceEdges(NeighbourLists):
@@ -198,7 +198,7 @@ class DeviceEdges(NeighbourLists):
     kind = "made on the device"
     n_edges = neighbours = closest = None
 
-    def read(self, found: RowView, geometry: Geometry) -> None:
+    def read(self, view: RowView, geometry: Geometry) -> None:
         return None
 
 
@@ -224,24 +224,24 @@ class StoredEdges(NeighbourLists):
         if not (frame[1:] >= frame[:-1]).all():
             self.neighbours = self.neighbours[np.argsort(frame, kind="stable")]
 
-    def read(self, found: RowView, geometry: Geometry) -> EdgeBlock:
-        n_edges = self.n_edges[found.rows]
+    def read(self, view: RowView, geometry: Geometry) -> EdgeBlock:
+        n_edges = self.n_edges[view.rows]
 
         def edges(name: str) -> np.ndarray:
-            return found.ranges(name, EDGE_FIELDS[name], n_edges, "first_edge")
+            return view.ranges(name, EDGE_FIELDS[name], n_edges, "first_edge")
 
-        has_reverse = all(part.columns.has("edge_reverse") for part, _, _ in found.located)
+        has_reverse = all(part.columns.has("edge_reverse") for part, _, _ in view.located)
         return EdgeBlock(
             n_edges=n_edges,
-            degree=found.ranges("degree", EDGE_FIELDS["degree"], found.n_atoms, "first_atom"),
+            degree=view.ranges("degree", EDGE_FIELDS["degree"], view.n_atoms, "first_atom"),
             source=edges("edge_source"),
             shift=edges("edge_shift"),
             reverse=edges("edge_reverse") if has_reverse else None,
         )
 
 
-def geometry_of(found: RowView) -> Geometry:
-    return Geometry(found.n_atoms, found.atoms("positions"), found.column("cell"), found.column("pbc"))
+def geometry_of(view: RowView) -> Geometry:
+    return Geometry(view.n_atoms, view.atoms("positions"), view.column("cell"), view.column("pbc"))
 
 
 def read_geometry(table: FrameTable, rows: np.ndarray) -> Geometry:

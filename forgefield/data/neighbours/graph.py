@@ -39,7 +39,7 @@ class Pairs(NamedTuple):
     squares: np.ndarray
     """(n_pairs,) squared lengths, A^2."""
 
-    def kept(self, keep: np.ndarray) -> Pairs:
+    def select(self, keep: np.ndarray) -> Pairs:
         """Those where `keep` (n_pairs,) is true."""
         return Pairs(*(column[keep] for column in self))
 
@@ -75,7 +75,7 @@ def neighbour_pairs(
     squares = squared_lengths(edge_vectors(positions, cell, source, destination, shifts))
     pairs = Pairs(source, destination, shifts, squares)
     keep = squares <= cutoff**2
-    return pairs if keep.all() else pairs.kept(keep)
+    return pairs if keep.all() else pairs.select(keep)
 
 
 def edge_vectors(
@@ -107,9 +107,9 @@ def both_directions(pairs: Pairs, n_atoms: int) -> tuple[np.ndarray, np.ndarray,
     destination = np.concatenate([pairs.destination, pairs.source])
     shifts = np.concatenate([pairs.shifts, -pairs.shifts])
     order = _sorting(source, destination, shifts, n_atoms)
-    place = np.empty_like(order)
-    place[order] = np.arange(2 * n_pairs)
-    reverse = place[np.where(order < n_pairs, order + n_pairs, order - n_pairs)]
+    position = np.empty_like(order)
+    position[order] = np.arange(2 * n_pairs)
+    reverse = position[np.where(order < n_pairs, order + n_pairs, order - n_pairs)]
     return source[order], destination[order], shifts.take(order, axis=0), reverse
 
 
@@ -181,7 +181,7 @@ SWITCH_START = 0.7
 
 
 LARGEST_CUTOFF = 100.0
-"""A. Nobody means more, and neighbour lists of crystals would not fit into any memory."""
+"""A. Neighbour lists of crystals would not fit into memory with more."""
 
 
 def check_cutoff(value: float, setting: str) -> None:
@@ -205,7 +205,7 @@ class GraphOptions:
     adaptive_cutoff: float | None = None
     """Radius up to which an atom without neighbours within the cutoff looks for some, A."""
     max_neighbours: int | None = None
-    """Only so many nearest neighbours of each atom."""
+    """Maximum number of nearest neighbours of each atom."""
 
     def __post_init__(self) -> None:
         check_cutoff(self.cutoff, "data.cutoff")
@@ -306,11 +306,11 @@ def _isolations_of_atoms(pairs: Pairs, n_atoms: int, cutoff: float) -> np.ndarra
 
 def _within_pair_radius(pairs: Pairs, isolated: np.ndarray, cutoff: float, limit: float) -> Pairs:
     radii = pair_radii(isolated[pairs.destination], isolated[pairs.source], cutoff, limit)
-    return pairs.kept((pairs.squares < radii * radii) | (pairs.squares <= cutoff**2))
+    return pairs.select((pairs.squares < radii * radii) | (pairs.squares <= cutoff**2))
 
 
 def _nearest(destination: np.ndarray, squares: np.ndarray, count: int) -> np.ndarray:
-    """(n_kept,) ascending numbers of the `count` shortest edges of every destination; ties by their order."""
+    """(n_selected,) ascending numbers of the `count` shortest edges of every destination; ties by their order."""
     order = np.lexsort((squares, destination))
     ranks = np.arange(len(order)) - np.searchsorted(destination, destination, side="left")
     return np.sort(order[ranks < count])
@@ -322,5 +322,5 @@ def graph_of(model: Potential, neighbours: str = "auto") -> GraphOptions:
 
 
 def same_graph(graph: GraphOptions) -> GraphOptions:
-    """The options without the library that finds the edges: it makes no difference to them."""
+    """The options without the choice of library, which does not change the edges."""
     return replace(graph, neighbours="auto")

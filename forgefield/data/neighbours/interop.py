@@ -1,8 +1,8 @@
 """Batches for other libraries and back: PyTorch Geometric, DGL, and padded point clouds.
 
-Every export carries the image shift of each edge, as integers and in A, so that a model written for the other library
+Every export contains the image shift of each edge, as integers and in A, so that a model written for the other library
 gets periodic distances right: edge vector = pos[source] + shift_vec - pos[destination]. The libraries are imported only
-where they are asked for.
+if requested.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from torch_geometric.data import Data
 
 PADDING = -1
-"""Species of a place in a point cloud that holds no atom."""
+"""Species of a padded slot of a point cloud."""
 _LABELS = {"energy": (), "forces": (3,), "stress": (3, 3)}
 
 
@@ -91,7 +91,7 @@ def from_pyg(data: Data, species: SpeciesTable) -> Batch:
 
 
 def to_dgl(batch: Batch, species: SpeciesTable, fields: Fields | None = None) -> tuple[Any, dict[str, Tensor]]:
-    """A batched `dgl.DGLGraph` and what belongs to whole frames: cell, pbc, energy, stress, weight, frame_id. fields: as above.
+    """A batched `dgl.DGLGraph`, and the values per frame: cell, pbc, energy, stress, weight, frame_id. fields: as above.
 
     Node data: z, pos, species, forces; edge data: edge_shift, shift_vec, edge_vec, distance, as in `to_pyg`. Edges lead
     from the neighbour to the centre, so messages are summed at the centre.
@@ -114,13 +114,13 @@ def to_dgl(batch: Batch, species: SpeciesTable, fields: Fields | None = None) ->
 def point_clouds(batch: Batch) -> tuple[Tensor, Tensor, Tensor]:
     """Padded clouds: positions (n_frames, most, 3), A, species (n_frames, most) and mask, true where there is an atom.
 
-    Places without an atom have position zero and species -1. Positions keep their gradient.
+    Slots without an atom have position zero and species -1. Positions keep their gradient.
     """
     n_atoms, frame = batch["n_atoms"], batch["frame"]
     n_frames, most = n_atoms.shape[0], int(n_atoms.max()) if n_atoms.numel() else 0
-    place = torch.arange(frame.shape[0], device=frame.device) - (n_atoms.cumsum(0) - n_atoms).index_select(0, frame)
-    positions = batch["positions"].new_zeros(n_frames, most, 3).index_put((frame, place), batch["positions"])
-    species = batch["species"].new_full((n_frames, most), PADDING).index_put((frame, place), batch["species"])
+    slot = torch.arange(frame.shape[0], device=frame.device) - (n_atoms.cumsum(0) - n_atoms).index_select(0, frame)
+    positions = batch["positions"].new_zeros(n_frames, most, 3).index_put((frame, slot), batch["positions"])
+    species = batch["species"].new_full((n_frames, most), PADDING).index_put((frame, slot), batch["species"])
     mask = torch.arange(most, device=frame.device) < n_atoms.unsqueeze(1)
     return positions, species, mask
 
@@ -137,18 +137,18 @@ def graph_from_point_clouds(
     """The batch, with its edges within `cutoff` (A), of padded clouds as `point_clouds` makes them.
 
     positions: (n_frames, most, 3), A; species: (n_frames, most) rows of the species table; mask: (n_frames, most) bool,
-    atoms may stand anywhere among the places; cell: (n_frames, 3, 3), A, and pbc: (n_frames, 3) bool, or None for
+    atoms may be in any of the slots; cell: (n_frames, 3, 3), A, and pbc: (n_frames, 3) bool, or None for
     molecules. Works on the device of the positions; labels are missing.
     """
     n_frames, device = positions.shape[0], positions.device
     if positions.shape != (*mask.shape, 3) or species.shape != mask.shape:
         raise ForgefieldError(
             f"point clouds of shapes {tuple(positions.shape)}, {tuple(species.shape)} and {tuple(mask.shape)} do not "
-            "belong together; they should be (frames, places, 3), (frames, places) and (frames, places)"
+            "belong together; they should be (frames, slots, 3), (frames, slots) and (frames, slots)"
         )
     mask = mask.bool()
     if bool((species[mask] < 0).any()):
-        raise ForgefieldError("a place of a point cloud that the mask calls an atom has no species")
+        raise ForgefieldError("a slot of a point cloud that is an atom according to the mask has no species")
     if cell is None and pbc is not None and bool(pbc.any()):
         raise ForgefieldError("the point clouds are periodic but have no cell")
     cell = torch.zeros(n_frames, 3, 3, dtype=torch.float64, device=device) if cell is None else cell.double()

@@ -1,6 +1,6 @@
 """Readers of everything ASE reads: its file formats and its databases.
 
-Values stay as ASE gives them; nothing is computed: only results stored with a frame count as its labels.
+Values are those that ASE reads; nothing is computed: only results stored with a frame are its labels.
 """
 
 from __future__ import annotations
@@ -79,7 +79,7 @@ def read_ase_database(path: Path) -> Iterator[RawFrame]:
 
 
 def raw_from_atoms(atoms: Atoms, source: str, index: int) -> RawFrame:
-    """An ASE structure as a raw frame; the results its calculator already holds are kept, none is computed."""
+    """An ASE structure as a raw frame; results that its calculator has are kept, and none are computed."""
     results: dict[str, Any] = dict(getattr(atoms.calc, "results", {}) or {})
     arrays = {key: value for key, value in atoms.arrays.items() if key not in ("numbers", "positions")}
     return RawFrame(
@@ -107,7 +107,7 @@ def _frames(frames: Iterator[Atoms], path: Path, kind: str) -> Iterator[RawFrame
             return
         except PermissionError:
             raise
-        except Exception as error:  # each of ASE's readers fails in its own way
+        except Exception as error:  # ASE's readers raise errors of all types
             reason = f"{type(error).__name__}: {error}".splitlines()[0][:160]
             raise ForgefieldError(
                 f"{path}, frame {index}: it could not be read as {kind}; the file is damaged or truncated ({reason})"

@@ -1,4 +1,4 @@
-"""What all readers have in common: the source they read, what is asked of them, and the interface they implement."""
+"""What all readers have in common: the source they read, their options, and the interface they implement."""
 
 from __future__ import annotations
 
@@ -49,8 +49,8 @@ class SourceFile:
 
 @dataclass(frozen=True)
 class ReadOptions:
-    """units: of the values in the file, for formats that may state their own. fields: those that are requested; None: all that
-    a store holds. field_keys: the keys of requested fields in the file, whose values must not be converted."""
+    """units: of the values in the file, for formats that may state their own. fields: those requested; None: all fields of
+    a store. field_keys: the keys of requested fields in the file, whose values must not be converted."""
 
     units: UnitOptions = field(default_factory=UnitOptions)
     fields: Fields | None = None
@@ -69,7 +69,7 @@ class Reader(ABC):
     has_groups: ClassVar[bool] = False
     """Whether `file#/group` may name a part of a file."""
     has_atom_types: ClassVar[bool] = False
-    """Whether atoms have types, to which a `type_map` gives elements."""
+    """Whether atoms have types, which a `type_map` maps to elements."""
 
     @abstractmethod
     def read(
@@ -78,5 +78,5 @@ class Reader(ABC):
         """Frames start to stop, in order: as they are in the file, one by one or in blocks, or (stores) as finished frames."""
 
     def count(self, source: SourceFile) -> int | None:
-        """Number of frames where it is known quickly and any part can be read by itself; else None."""
+        """Number of frames if it can be determined quickly and any range of frames can be read; else None."""
         return None

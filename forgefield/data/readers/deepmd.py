@@ -1,7 +1,7 @@
 """Reader of DeePMD-kit systems: frames of one formula as arrays in `set.*`, the elements in `type.raw`, `type_map.raw`.
 
 Arrays are memory-mapped (or read in slices, from HDF5 and from `*.raw` text), so a system never has to fit into memory.
-Units are those of the format, eV and A, unless `data.units` says otherwise; its virial is -V * stress, as in extxyz.
+Units are those of the format, eV and A, unless `data.units` names others; its virial is -V * stress, as in extxyz.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 PADDING = -1
 """In `real_atom_types`: there is no atom here."""
 STRUCTURE = ("coord", "box", "real_atom_types")
-"""Arrays that are no values of their own."""
+"""Arrays that are not values."""
 
 
 class DeepmdReader(Reader):
@@ -61,15 +61,15 @@ class System:
     sets: tuple[Path | h5py.Group, ...]
     """Folders, or groups of an HDF5 file."""
 
-    def arrays(self, place: Path | h5py.Group) -> dict[str, Any]:
+    def arrays(self, data_set: Path | h5py.Group) -> dict[str, Any]:
         """Arrays of one set by name, (n_frames, width) each, their shapes checked."""
-        found = _folder_arrays(place) if isinstance(place, Path) else _group_arrays(place)
-        _check_shapes(found, self, _name_of(place))
-        return found
+        arrays = _folder_arrays(data_set) if isinstance(data_set, Path) else _group_arrays(data_set)
+        _check_shapes(arrays, self, _name_of(data_set))
+        return arrays
 
     def lengths(self) -> list[int]:
         """Frames in each set."""
-        return [len(self.arrays(place)["coord"]) for place in self.sets]
+        return [len(self.arrays(data_set)["coord"]) for data_set in self.sets]
 
 
 def open_folder(path: Path, type_map: tuple[str, ...] | None = None) -> System:
@@ -83,7 +83,7 @@ def open_folder(path: Path, type_map: tuple[str, ...] | None = None) -> System:
 
 
 def open_group(group: h5py.Group, name: str, type_map: tuple[str, ...] | None = None) -> System:
-    """The system in an HDF5 group that holds `type.raw`."""
+    """The system in an HDF5 group with `type.raw`."""
     sets = tuple(group[key] for key in sorted(group) if key.startswith("set."))
     names = None
     if "type_map.raw" in group:
@@ -100,37 +100,37 @@ def read_system(
 ) -> Iterator[RawBlock]:
     """Frames start to stop of a system. `source`, `first`: how frames are named and from where they are counted."""
     offset = 0
-    for place in system.sets:
+    for data_set in system.sets:
         if stop is not None and offset >= stop:
             return
-        arrays = system.arrays(place)
+        arrays = system.arrays(data_set)
         low, high = within(start, stop, offset, len(arrays["coord"]))
         for a, b in block_ranges(low, high, len(system.types)):
-            for c, d, types in _runs(system, arrays, a, b, _name_of(place)):
-                block = _block(system, arrays, c, d, types, _name_of(place))
+            for c, d, types in _runs(system, arrays, a, b, _name_of(data_set)):
+                block = _block(system, arrays, c, d, types, _name_of(data_set))
                 block.source, block.start = source or system.name, first + offset + c
                 yield block
         offset += len(arrays["coord"])
 
 
 def _runs(
-    system: System, arrays: Mapping[str, Any], start: int, stop: int, place: str
+    system: System, arrays: Mapping[str, Any], start: int, stop: int, where: str
 ) -> Iterator[tuple[int, int, np.ndarray]]:
-    """Frames start to stop in runs with padding in the same places: their range, and types (n_atoms,) or one row each."""
+    """Frames start to stop in runs with the same padding: their range, and types (n_atoms,) or one row each."""
     if "real_atom_types" not in arrays:
         yield start, stop, system.types
         return
     stored = np.asarray(arrays["real_atom_types"][start:stop]).reshape(stop - start, -1)
     types = stored.astype(np.int64)
     if not (types == stored).all():
-        raise ForgefieldError(f"{place}: real_atom_types should hold whole numbers")
+        raise ForgefieldError(f"{where}: real_atom_types should hold whole numbers")
     padding = types == PADDING
     changes = np.flatnonzero((padding[1:] != padding[:-1]).any(axis=1)) + 1
     for a, b in pairwise([0, *changes.tolist(), stop - start]):
         yield start + a, start + b, types[a:b]
 
 
-def _block(system: System, arrays: Mapping[str, Any], start: int, stop: int, types: np.ndarray, place: str) -> RawBlock:
+def _block(system: System, arrays: Mapping[str, Any], start: int, stop: int, types: np.ndarray, where: str) -> RawBlock:
     n_frames, n_atoms = stop - start, len(system.types)
     there: slice | np.ndarray = slice(None) if types.ndim == 1 else np.flatnonzero(types[0] != PADDING)
 
@@ -140,13 +140,13 @@ def _block(system: System, arrays: Mapping[str, Any], start: int, stop: int, typ
     def of_atoms(name: str) -> np.ndarray:
         return of_frames(name).reshape(n_frames, n_atoms, -1)[:, there]
 
-    # An array does not say whether it belongs to frames or atoms; who asks for it knows.
+    # Whether an array is per frame or per atom is decided by the setting that requests it.
     values = {name: name for name in arrays if name not in STRUCTURE and _width(arrays[name]) > 0}
     values = _other_names(values) | values
     per_atom = {name: file for name, file in values.items() if _width(arrays[file]) % n_atoms == 0}
     return RawBlock(
         positions=of_atoms("coord"),
-        numbers=_numbers(system, types[..., there], place),
+        numbers=_numbers(system, types[..., there], where),
         cell=matrices(of_frames("box")) if "box" in arrays else np.zeros((n_frames, 3, 3)),
         pbc=np.full(3, system.periodic),
         source=system.name,
@@ -169,19 +169,19 @@ def _width(values: np.ndarray | Hdf5Array) -> int:
     return math.prod(values.shape[1:])
 
 
-def _numbers(system: System, types: np.ndarray, place: str) -> np.ndarray:
+def _numbers(system: System, types: np.ndarray, where: str) -> np.ndarray:
     """Atomic numbers of atom types, each of which must be in the map and stand for an element."""
     low, high = int(types.min(initial=0)), int(types.max(initial=0))
     if low < 0 or high >= len(system.elements):
         raise ForgefieldError(
-            f"{place}: it has atoms of type {low if low < 0 else high}, but the type map "
+            f"{where}: it has atoms of type {low if low < 0 else high}, but the type map "
             f"({' '.join(system.element_names)}) has types 0 to {len(system.elements) - 1}"
         )
     numbers = system.elements[types]
     if not numbers.all():
         name = system.element_names[int(types.reshape(-1)[np.flatnonzero(numbers.reshape(-1) == 0)[0]])]
         raise ForgefieldError(
-            f"{place}: {name!r} in its type map is not a chemical element; name the elements of its types in the source, "
+            f"{where}: {name!r} in its type map is not a chemical element; name the elements of its types in the source, "
             f"as in {{path: {system.name}, type_map: [O, H]}}"
         )
     return numbers
@@ -190,23 +190,24 @@ def _numbers(system: System, types: np.ndarray, place: str) -> np.ndarray:
 def _system(
     name: str,
     types: list[str],
-    own: list[str] | None,
-    given: tuple[str, ...] | None,
+    stored_names: list[str] | None,
+    type_map: tuple[str, ...] | None,
     periodic: bool,
     sets: tuple[Any, ...],
 ) -> System:
-    if own is None and given is None:
+    if stored_names is None and type_map is None:
         raise ForgefieldError(
             f"{name}: it has no type_map.raw, so its atom types have no elements; name them in the source, "
             f"as in {{path: {name}, type_map: [O, H]}}"
         )
-    if own is not None and given is not None:
-        clash = any(mine in atomic_numbers and mine != other for mine, other in zip(own, given))
-        if clash or len(own) != len(given):
+    if stored_names is not None and type_map is not None:
+        clash = any(mine in atomic_numbers and mine != other for mine, other in zip(stored_names, type_map))
+        if clash or len(stored_names) != len(type_map):
             raise ForgefieldError(
-                f"{name}: its type_map.raw says {' '.join(own)}, the source's type_map {' '.join(given)}; leave it out"
+                f"{name}: its type_map.raw says {' '.join(stored_names)}, the source's type_map {' '.join(type_map)}; "
+                "leave it out"
             )
-    names = tuple(given or own or ())
+    names = tuple(type_map or stored_names or ())
     try:
         indices = np.array(whole_numbers(types), dtype=np.int64)
     except (ValueError, OverflowError):
@@ -222,12 +223,12 @@ def _system(
     return System(name, indices, elements, names, periodic, sets)
 
 
-def _folder_arrays(place: Path) -> dict[str, Any]:
+def _folder_arrays(folder: Path) -> dict[str, Any]:
     try:
-        files = sorted(place.iterdir())  # glob would pass over a folder that may not be read
+        files = sorted(folder.iterdir())  # glob would pass over a folder that may not be read
     except PermissionError:
-        raise SourceUnreadable(f"{place}: no permission to look into this folder") from None
-    if place.name.startswith("set."):
+        raise SourceUnreadable(f"{folder}: no permission to look into this folder") from None
+    if folder.name.startswith("set."):
         return {file.stem: _memory_mapped(file) for file in files if file.suffix == ".npy"}
     texts = [file for file in files if file.suffix == ".raw" and file.name not in ("type.raw", "type_map.raw")]
     return {file.stem: text_rows(file) for file in texts}
@@ -244,17 +245,17 @@ def _memory_mapped(file: Path) -> np.ndarray:
         raise SourceUnreadable(f"{file}: no permission to read this file") from None
 
 
-def _name_of(place: Path | h5py.Group) -> str:
-    return str(place) if isinstance(place, Path) else f"{place.file.filename}#{place.name}"
+def _name_of(data_set: Path | h5py.Group) -> str:
+    return str(data_set) if isinstance(data_set, Path) else f"{data_set.file.filename}#{data_set.name}"
 
 
-def _check_shapes(arrays: Mapping[str, Any], system: System, place: str) -> None:
+def _check_shapes(arrays: Mapping[str, Any], system: System, where: str) -> None:
     n_atoms = len(system.types)
     if "coord" not in arrays:
-        raise ForgefieldError(f"{place}: there is no coord here, so there are no positions")
+        raise ForgefieldError(f"{where}: there is no coord here, so there are no positions")
     if system.periodic and "box" not in arrays:
         raise ForgefieldError(
-            f"{place}: there is no box here; add it, or a file named nopbc beside type.raw if this is not periodic"
+            f"{where}: there is no box here; add it, or a file named nopbc beside type.raw if this is not periodic"
         )
     n_frames = arrays["coord"].shape[0] if arrays["coord"].ndim else 0
     widths = {
@@ -267,12 +268,12 @@ def _check_shapes(arrays: Mapping[str, Any], system: System, place: str) -> None
     }
     for key, values in arrays.items():
         if np.dtype(values.dtype).kind not in "fiub":
-            raise ForgefieldError(f"{place}: {key} holds {values.dtype}, not numbers")
+            raise ForgefieldError(f"{where}: {key} holds {values.dtype}, not numbers")
         if not values.ndim or len(values) != n_frames:
-            raise ForgefieldError(f"{place}: {key} has shape {tuple(values.shape)}, but coord has {n_frames} frames")
+            raise ForgefieldError(f"{where}: {key} has shape {tuple(values.shape)}, but coord has {n_frames} frames")
         width = _width(values)
         if key in widths and width != widths[key]:
             raise ForgefieldError(
-                f"{place}: {key} has {width} numbers a frame; with the {n_atoms} atoms of type.raw it should be "
+                f"{where}: {key} has {width} numbers a frame; with the {n_atoms} atoms of type.raw it should be "
                 f"{widths[key]}"
             )

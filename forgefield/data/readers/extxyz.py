@@ -1,8 +1,8 @@
 """Reader of (extended) xyz files: about twice as fast as ASE's, with errors that name file, frame and line.
 
-Values are exactly those `ase.io.read` gives; the tests hold it to that. Unlike ASE it takes a stress of six numbers, and
+Values are exactly those of `ase.io.read`, as the tests check. Unlike ASE it takes a stress of six numbers, and
 refuses what ASE would guess at: lines of another width, numbers such as `1_0`, atomic numbers that are not whole,
-columns and keys that are given twice.
+columns and keys that occur twice.
 """
 
 from __future__ import annotations
@@ -55,11 +55,11 @@ def read_extxyz(path: Path, start: int = 0, stop: int | None = None) -> Iterator
     """Frames start to stop of `path`, in order; one frame at a time is in memory."""
     index, offset, number = 0, 0, 0
     if start:
-        known = xyz_index(path)
-        if known is not None:
-            if start >= len(known.offsets):
+        frame_index = xyz_index(path)
+        if frame_index is not None:
+            if start >= len(frame_index.offsets):
                 return
-            index, offset, number = start, int(known.offsets[start]), int(known.lines[start])
+            index, offset, number = start, int(frame_index.offsets[start]), int(frame_index.lines[start])
     lines, size = text_lines(path, offset), os.stat(path).st_size
     while stop is None or index < stop:
         count_line = next(lines, None)
@@ -77,7 +77,7 @@ def read_extxyz(path: Path, start: int = 0, stop: int | None = None) -> Iterator
 
 
 def count_extxyz(path: Path) -> int | None:
-    """Number of frames, from one pass over the lines; None where they cannot be told apart."""
+    """Number of frames, from one pass over the lines; None if they cannot be distinguished."""
     index = xyz_index(path)
     return None if index is None else len(index.offsets)
 
@@ -187,12 +187,12 @@ def _parsed(word: str, kind: str, name: str, where: str, line: int) -> Any:
             return value
     except (ValueError, KeyError):
         pass
-    wanted = {"R": "a number", "I": "an integer", "L": "T or F"}[kind]
-    raise ForgefieldError(f"{where}: line {line}: {word!r:.40} in column {name!r} is not {wanted}")
+    expected = {"R": "a number", "I": "an integer", "L": "T or F"}[kind]
+    raise ForgefieldError(f"{where}: line {line}: {word!r:.40} in column {name!r} is not {expected}")
 
 
 def _fast_table(body: list[str], columns: list[tuple[str, str, int]]) -> dict[str, Any] | None:
-    """The same for the usual layout, one word and then reals. None where anything does not fit: `_table` says what."""
+    """The same for the usual layout, one word and then reals. None if anything does not fit, which `_table` reports."""
     if columns[0][1:] != ("S", 1) or any(kind != "R" for _, kind, _ in columns[1:]):
         return None
     width = sum(n for _, _, n in columns)
@@ -237,31 +237,31 @@ def _cell(info: dict[str, Any], where: str) -> tuple[np.ndarray, np.ndarray]:
 
 
 def _flat_numbers(values: object) -> list[float]:
-    """Numbers of an array or a list of them; empty where it holds anything else."""
+    """Numbers of an array or a list of them; empty for anything else."""
     array = np.ravel(np.asarray(values, dtype=object))
     return [float(x) for x in array] if all(isinstance(x, (int, float)) for x in array) else []
 
 
 def _numbers(arrays: dict[str, Any], where: str) -> np.ndarray:
     """Atomic numbers from the column of symbols or that of numbers. Where there are both, they must agree."""
-    given = [_whole(arrays.pop(name), name, where) for name in _NUMBER_COLUMNS if name in arrays]
+    candidates = [_whole(arrays.pop(name), name, where) for name in _NUMBER_COLUMNS if name in arrays]
     if "species" in arrays:
         words = arrays.pop("species")
         words = list(map(str, words.tolist())) if isinstance(words, np.ndarray) else words
         number_of = {word: _atomic_number(word, where) for word in set(words)}
-        given.append(np.array([number_of[word] for word in words], dtype=np.int64))
-    if not given:
+        candidates.append(np.array([number_of[word] for word in words], dtype=np.int64))
+    if not candidates:
         raise ForgefieldError(
             f"{where}: its Properties name no column 'species' and no 'Z', so its elements are unknown"
         )
-    for other in given[1:]:
-        if not np.array_equal(given[0], other):
-            atom = int(np.flatnonzero(given[0] != other)[0])
+    for other in candidates[1:]:
+        if not np.array_equal(candidates[0], other):
+            atom = int(np.flatnonzero(candidates[0] != other)[0])
             raise ForgefieldError(
-                f"{where}: its columns of elements disagree: atom {atom} is {given[0][atom]} in one and {other[atom]} in "
+                f"{where}: its columns of elements disagree: atom {atom} is {candidates[0][atom]} in one and {other[atom]} in "
                 "another; keep one column"
             )
-    return given[0]
+    return candidates[0]
 
 
 def _whole(values: object, name: str, where: str) -> np.ndarray:

@@ -36,6 +36,7 @@ from forgefield.data.readers.hdf5_values import (
     REMEDY,
     Hdf5Array,
     is_dataset,
+    is_group,
     label_datasets,
     open_hdf5,
     reading_hdf5,
@@ -111,12 +112,12 @@ def read_hdf5(
             if stop is not None and first >= stop:
                 return
             low, high = within(start, stop, first, entry.n_frames)
-            place = f"{path}#{entry.group}"
+            where = f"{path}#{entry.group}"
             if entry.deepmd:
-                system = open_group(file[entry.group], place, type_map)
+                system = open_group(file[entry.group], where, type_map)
                 yield from read_system(system, low, high, source=source, first=first)
             else:
-                yield from _read_group(file[entry.group], place, units, fields, low, high, source, first)
+                yield from _read_group(file[entry.group], where, units, fields, low, high, source, first)
 
 
 def count_hdf5(path: Path, *, group: str | None = None, type_map: tuple[str, ...] | None = None) -> int:
@@ -139,7 +140,7 @@ def _catalogue(
             inside = ", ".join(list(file)[:8]) or "nothing"
             raise ForgefieldError(f"{path}#{group}: there is no such group in the file; it holds {inside}")
         top = file[group or "/"]
-        if not hasattr(top, "keys"):
+        if not is_group(top):
             raise ForgefieldError(f"{path}#{group}: this is a dataset, not a group")
         entries = tuple(_search(top, path, type_map))
     check_expansion(sum(entry.n_bytes for entry in entries), size, str(path), REMEDY)
@@ -185,26 +186,26 @@ def _groups_in(group: h5py.Group) -> Iterator[Any]:
     for key in sorted(group, key=_natural):
         if type(group.get(key, getlink=True)).__name__ == "HardLink":
             inner = group[key]
-            if hasattr(inner, "keys"):
+            if is_group(inner):
                 yield inner
 
 
-def _entry(group: h5py.Group, place: str, type_map: tuple[str, ...] | None) -> Entry | None:
+def _entry(group: h5py.Group, where: str, type_map: tuple[str, ...] | None) -> Entry | None:
     """The system this group is; None where it is none."""
     if "type.raw" in group:
-        system = open_group(group, place, type_map)
+        system = open_group(group, where, type_map)
         return Entry(group.name, True, sum(system.lengths()), len(system.types))
     positions = _dataset(group, POSITION_NAMES)
     if positions is None or _dataset(group, NUMBER_NAMES) is None:
         return None
     if type_map is not None:
-        raise ForgefieldError(f"{place}: a type_map was given, but this group is not a DeePMD system")
+        raise ForgefieldError(f"{where}: a type_map was given, but this group is not a DeePMD system")
     if positions.ndim not in (2, 3) or positions.shape[-1] != 3:
         raise ForgefieldError(
-            f"{place}: {_leaf(positions)} has shape {positions.shape}; it should be (atoms, 3) or (frames, atoms, 3)"
+            f"{where}: {_leaf(positions)} has shape {positions.shape}; it should be (atoms, 3) or (frames, atoms, 3)"
         )
     if positions.shape[-2] == 0:
-        raise ForgefieldError(f"{place}: {_leaf(positions)} has shape {positions.shape}, so there are no atoms")
+        raise ForgefieldError(f"{where}: {_leaf(positions)} has shape {positions.shape}, so there are no atoms")
     return Entry(group.name, False, 1 if positions.ndim == 2 else positions.shape[0], positions.shape[-2])
 
 
@@ -230,7 +231,7 @@ def _datasets(group: h5py.Group, names: tuple[str, ...]) -> Iterator[Hdf5Array]:
 
 def _read_group(
     group: h5py.Group,
-    place: str,
+    where: str,
     units: UnitOptions,
     fields: frozenset[str],
     start: int,
@@ -240,17 +241,17 @@ def _read_group(
 ) -> Iterator[RawBlock]:
     positions = _dataset(group, POSITION_NAMES)
     assert positions is not None  # else it would not be an entry
-    _refuse_second(group, POSITION_NAMES, place, "positions")
+    _refuse_second(group, POSITION_NAMES, where, "positions")
     many = positions.ndim == 3
     n_frames, n_atoms = positions.shape[:2] if many else (1, positions.shape[0])
-    numbers = _numbers(group, place, n_frames, n_atoms)
-    cells, periodic = _cells(group, place, units, n_frames)
+    numbers = _numbers(group, where, n_frames, n_atoms)
+    cells, periodic = _cells(group, where, units, n_frames)
     factor = stated_factor(positions, units, "length")
-    found = label_datasets(group, place, units, n_frames if many else None, n_atoms, fields)
+    datasets = label_datasets(group, where, units, n_frames if many else None, n_atoms, fields)
     for a, b in block_ranges(start, stop, n_atoms):
         coordinates = np.asarray(positions[a:b] if many else positions[()][None])
         coordinates = coordinates if factor == 1.0 else coordinates * np.float64(factor)
-        columns = LazyColumns({name: partial(column.values, a, b) for name, column in found.items()})
+        columns = LazyColumns({name: partial(column.values, a, b) for name, column in datasets.items()})
         yield RawBlock(
             positions=coordinates,
             numbers=numbers if numbers.ndim == 1 else numbers[a:b],
@@ -264,16 +265,16 @@ def _read_group(
         )
 
 
-def _refuse_second(group: h5py.Group, names: tuple[str, ...], place: str, what: str) -> None:
+def _refuse_second(group: h5py.Group, names: tuple[str, ...], where: str, what: str) -> None:
     present = list(_datasets(group, names))
     for other in present[1:]:
         if other.shape != present[0].shape or not np.array_equal(other[()], present[0][()]):
             raise ForgefieldError(
-                f"{place}: {_leaf(present[0])} and {_leaf(other)} both could be the {what} and disagree; remove one"
+                f"{where}: {_leaf(present[0])} and {_leaf(other)} both could be the {what} and disagree; remove one"
             )
 
 
-def _numbers(group: h5py.Group, place: str, n_frames: int, n_atoms: int) -> np.ndarray:
+def _numbers(group: h5py.Group, where: str, n_frames: int, n_atoms: int) -> np.ndarray:
     dataset = _dataset(group, NUMBER_NAMES)
     assert dataset is not None
     values = np.asarray(dataset[()])
@@ -281,47 +282,47 @@ def _numbers(group: h5py.Group, place: str, n_frames: int, n_atoms: int) -> np.n
         words = [word.decode() if isinstance(word, bytes) else str(word) for word in values.reshape(-1)]
         unknown = [word for word in words if word not in atomic_numbers]
         if unknown:
-            raise ForgefieldError(f"{place}: {unknown[0]!r} in {_leaf(dataset)} is not a chemical element")
+            raise ForgefieldError(f"{where}: {unknown[0]!r} in {_leaf(dataset)} is not a chemical element")
         values = np.array([atomic_numbers[word] for word in words], dtype=np.int64).reshape(values.shape)
     if values.shape not in ((n_atoms,), (n_frames, n_atoms)) or values.dtype.kind not in "iuf":
         raise ForgefieldError(
-            f"{place}: {_leaf(dataset)} has shape {values.shape}, but there are positions of {n_atoms} atoms in "
+            f"{where}: {_leaf(dataset)} has shape {values.shape}, but there are positions of {n_atoms} atoms in "
             f"{n_frames} frames"
         )
-    return atomic_numbers_of(values.reshape(-1), f"{place}, {_leaf(dataset)}").reshape(values.shape)
+    return atomic_numbers_of(values.reshape(-1), f"{where}, {_leaf(dataset)}").reshape(values.shape)
 
 
-def _cells(group: h5py.Group, place: str, units: UnitOptions, n_frames: int) -> tuple[np.ndarray, np.ndarray]:
+def _cells(group: h5py.Group, where: str, units: UnitOptions, n_frames: int) -> tuple[np.ndarray, np.ndarray]:
     """(n_frames, 3, 3) and (n_frames, 3). One cell for all frames may be (3, 3), (9,), or the three edges of a box."""
     dataset = _dataset(group, CELL_NAMES)
     if dataset is not None and dataset.dtype.kind in "SUO":
         dataset = None  # the text None is written for none
     if dataset is None and "lattice_parameters" in group:
-        raise ForgefieldError(f"{place}: its lattice is given by lattice_parameters only; add a lattice_matrix, in A")
+        raise ForgefieldError(f"{where}: its lattice is given by lattice_parameters only; add a lattice_matrix, in A")
     cell: np.ndarray = np.zeros((3, 3))
     if dataset is not None:
-        cell = real_numbers(dataset[()], place, _leaf(dataset)) * stated_factor(dataset, units, "length")
+        cell = real_numbers(dataset[()], where, _leaf(dataset)) * stated_factor(dataset, units, "length")
         if cell.shape == (3,):
             cell = np.diag(cell)
         if cell.size not in (9, 9 * n_frames) or (cell.shape[-1] not in (3, 9)):
             raise ForgefieldError(
-                f"{place}: {_leaf(dataset)} has shape {cell.shape}; it should be (3, 3), or ({n_frames}, 3, 3)"
+                f"{where}: {_leaf(dataset)} has shape {cell.shape}; it should be (3, 3), or ({n_frames}, 3, 3)"
             )
-    pbc = _periodic(group, place, dataset is not None)
+    pbc = _periodic(group, where, dataset is not None)
     if pbc.size not in (1, 3, 3 * n_frames):
-        raise ForgefieldError(f"{place}: pbc has shape {pbc.shape}; it should be (3,), or ({n_frames}, 3)")
+        raise ForgefieldError(f"{where}: pbc has shape {pbc.shape}; it should be (3,), or ({n_frames}, 3)")
     rows = pbc.reshape(-1, 3) if pbc.size > 1 else np.full((1, 3), bool(pbc.reshape(-1)[0]))
     return np.broadcast_to(cell.reshape(-1, 3, 3), (n_frames, 3, 3)), np.broadcast_to(rows, (n_frames, 3))
 
 
-def _periodic(group: h5py.Group, place: str, has_cell: bool) -> np.ndarray:
+def _periodic(group: h5py.Group, where: str, has_cell: bool) -> np.ndarray:
     pbc = group.get("pbc")
-    if pbc is not None and hasattr(pbc, "keys"):
+    if pbc is not None and is_group(pbc):
         values = np.array([Hdf5Array(pbc[axis])[()] for axis in "xyz"])
     elif pbc is None or Hdf5Array(pbc).dtype.kind in "SUO":  # the text None is written for none
         return np.array(has_cell)
     else:
         values = np.asarray(Hdf5Array(pbc)[()])
     if not is_logical(values):
-        raise ForgefieldError(f"{place}: pbc should hold truth values (or 0 and 1), not {values.reshape(-1)[:3]}")
+        raise ForgefieldError(f"{where}: pbc should hold truth values (or 0 and 1), not {values.reshape(-1)[:3]}")
     return values.astype(bool)

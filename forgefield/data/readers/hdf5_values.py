@@ -16,7 +16,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeGuard
 
 import numpy as np
 
@@ -52,17 +52,17 @@ def open_hdf5(path: Path) -> Any:
 
 
 @contextmanager
-def reading_hdf5(place: str) -> Iterator[None]:
-    """Errors of the HDF5 library, which come in all types, as one that names the place."""
+def reading_hdf5(where: str) -> Iterator[None]:
+    """Turns errors of the HDF5 library, which are of many types, into one that names the file and group."""
     try:
         yield
     except ForgefieldError:
         raise
     except Exception as error:
         if is_system_error(error):
-            raise SourceUnreadable(f"{place}: it could not be read ({error})") from error
+            raise SourceUnreadable(f"{where}: it could not be read ({error})") from error
         reason = f"{type(error).__name__}: {error}".splitlines()[0][:160]
-        raise ForgefieldError(f"{place}: it could not be read; the HDF5 file is damaged ({reason})") from error
+        raise ForgefieldError(f"{where}: it could not be read; the HDF5 file is damaged ({reason})") from error
 
 
 class Hdf5Array:
@@ -74,15 +74,15 @@ class Hdf5Array:
     def __init__(self, dataset: h5py.Dataset) -> None:
         self._dataset = dataset
         self.name: str = dataset.name
-        self.place = f"{dataset.file.filename}#{dataset.name}"
-        with reading_hdf5(self.place):
+        self.where = f"{dataset.file.filename}#{dataset.name}"
+        with reading_hdf5(self.where):
             self.shape: tuple[int, ...] = tuple(int(n) for n in dataset.shape or ())
             self.dtype: np.dtype = dataset.dtype
             self.attrs = dataset.attrs
             if dataset.shape is None:
-                raise ForgefieldError(f"{self.place}: it is empty (a dataset without values)")
+                raise ForgefieldError(f"{self.where}: it is empty (a dataset without values)")
             if dataset.external or dataset.is_virtual:
-                raise ForgefieldError(f"{self.place}: its values are in other files; copy them into this one")
+                raise ForgefieldError(f"{self.where}: its values are in other files; copy them into this one")
 
     @property
     def ndim(self) -> int:
@@ -100,14 +100,22 @@ class Hdf5Array:
         shape = self.shape
         if isinstance(rows, slice):
             shape = (len(range(*rows.indices(self.shape[0]))), *self.shape[1:])
-        with reading_hdf5(self.place):
+        with reading_hdf5(self.where):
             stored = os.stat(self._dataset.file.filename).st_size
-            check_expansion(math.prod(shape) * self.dtype.itemsize, stored, self.place, REMEDY)
+            check_expansion(math.prod(shape) * self.dtype.itemsize, stored, self.where, REMEDY)
             return self._dataset[rows]
 
 
 def is_dataset(item: object) -> bool:
-    return hasattr(item, "shape")
+    import h5py
+
+    return isinstance(item, h5py.Dataset)
+
+
+def is_group(item: object) -> TypeGuard[h5py.Group]:
+    import h5py
+
+    return isinstance(item, h5py.Group)
 
 
 GRADIENTS = ("dft_total_gradient", "gradient", "gradients")
@@ -145,7 +153,7 @@ class Column:
 
 def label_datasets(
     group: h5py.Group,
-    place: str,
+    where: str,
     units: UnitOptions,
     n_frames: int | None,
     n_atoms: int,
@@ -157,7 +165,7 @@ def label_datasets(
     """
     columns: dict[str, Column] = {}
     for home in (group, group.get("properties")):
-        if home is None or not hasattr(home, "keys"):
+        if home is None or not is_group(home):
             continue
         for name, item in home.items():
             if not is_dataset(item):
@@ -168,7 +176,7 @@ def label_datasets(
                 continue
             label = _label_of(name)
             if label is not None:
-                _check_shape(dataset, name, place, label, n_frames, n_atoms)
+                _check_shape(dataset, name, where, label, n_frames, n_atoms)
             elif n_frames is not None and (not dataset.ndim or len(dataset) != n_frames):
                 continue
             factor = 1.0 if label is None and name in fields else _factor(dataset, name, units, label)
@@ -185,33 +193,36 @@ def stated_factor(dataset: Hdf5Array, units: UnitOptions, kind: str) -> float:
     if text is None:
         return 1.0
     try:
-        own = {"energy": _energy_factor, "length": length_factor, "forces": force_factor, "stress": stress_factor}[
+        factors = {"energy": _energy_factor, "length": length_factor, "forces": force_factor, "stress": stress_factor}[
             kind
         ](text)
     except ForgefieldError as error:
-        raise ForgefieldError(f"{dataset.place}: its attribute units: {error}") from None
-    asked = _asked(units, kind)
-    if abs(asked - _asked(UnitOptions(), kind)) > 1e-9 * asked and abs(own / asked - 1) > 1e-6:
+        raise ForgefieldError(f"{dataset.where}: its attribute units: {error}") from None
+    requested = _requested_factor(units, kind)
+    if (
+        abs(requested - _requested_factor(UnitOptions(), kind)) > 1e-9 * requested
+        and abs(factors / requested - 1) > 1e-6
+    ):
         raise ForgefieldError(
-            f"{dataset.place}: it says its unit is {text}, which contradicts data.units; set "
+            f"{dataset.where}: it says its unit is {text}, which contradicts data.units; set "
             f"data.units.{kind}={text}, or leave data.units out and the file decides"
         )
-    return own / asked
+    return factors / requested
 
 
 def _energy_factor(unit: str) -> float:
-    """Of an energy or an energy per atom, which `_atoms_factor` tells apart."""
+    """Of an energy or an energy per atom, between which `_atoms_factor` distinguishes."""
     return label_energy_factor(unit)[0]
 
 
 def _atoms_factor(dataset: Hdf5Array, units: UnitOptions, label: str, n_atoms: int) -> int:
-    """What values are multiplied by where the file says that they are per atom and the settings do not."""
-    stated, asked = _is_per_atom(dataset), label == "energy" and split_per_atom(units.energy)[1]
-    if stated is None or stated == asked:
+    """Factor for values that are per atom according to the file and not according to the settings."""
+    stated, requested = _is_per_atom(dataset), label == "energy" and split_per_atom(units.energy)[1]
+    if stated is None or stated == requested:
         return 1
     if label == "energy" and units.energy != UnitOptions().energy:
         raise ForgefieldError(
-            f"{dataset.place}: it says its unit is {_stated_unit(dataset)}, which contradicts "
+            f"{dataset.where}: it says its unit is {_stated_unit(dataset)}, which contradicts "
             f"data.units.energy={units.energy}; leave data.units out and the file decides"
         )
     return n_atoms
@@ -228,7 +239,7 @@ def _stated_unit(dataset: Hdf5Array) -> str | None:
     return None if stated is None else _spelled(stated.decode() if isinstance(stated, bytes) else str(stated))
 
 
-def _asked(units: UnitOptions, kind: str) -> float:
+def _requested_factor(units: UnitOptions, kind: str) -> float:
     energy, length = _energy_factor(units.energy), length_factor(units.length)
     if kind == "forces":
         return energy / length if units.forces is None else force_factor(units.forces)
@@ -240,12 +251,12 @@ def _asked(units: UnitOptions, kind: str) -> float:
 def _spelled(text: str) -> str:
     """A unit in our spelling: 'hartree / bohr' as hartree/bohr, 'kilojoule/mole/angstrom' as kJ/mol/angstrom."""
     text = "/".join(part.strip() for part in text.split("/")).replace(" * ", "*")
-    for word, ours in sorted(_WORDS.items(), key=lambda item: -len(item[0])):
+    for word, unit in sorted(_WORDS.items(), key=lambda item: -len(item[0])):
         lowered = text.lower()
         if lowered == word or lowered.startswith(word + "/"):
-            text = ours + text[len(word) :]
+            text = unit + text[len(word) :]
         if lowered.endswith("/" + word):
-            text = text[: -len(word)] + ours
+            text = text[: -len(word)] + unit
     return text
 
 
@@ -267,7 +278,7 @@ def _factor(dataset: Hdf5Array, name: str, units: UnitOptions, label: str | None
         return None
     for kind in ("energy", "forces", "stress", "length"):
         try:
-            return stated_factor(dataset, UnitOptions(), kind) / _asked(units, kind)
+            return stated_factor(dataset, UnitOptions(), kind) / _requested_factor(units, kind)
         except ForgefieldError:
             continue
     return None
@@ -284,16 +295,16 @@ def _is_energy(dataset: Hdf5Array) -> bool:
 
 def _weightless(group: h5py.Group, name: str) -> bool:
     for home, key in ((group, f"{name}_weight"), (group.get("property_weights"), name)):
-        if home is not None and hasattr(home, "keys") and key in home:
+        if home is not None and is_group(home) and key in home:
             weight = Hdf5Array(home[key])[()] if is_dataset(home[key]) else None
             if isinstance(weight, (int, float, np.number)) and weight == 0:
                 return True
     return False
 
 
-def _check_shape(dataset: Hdf5Array, name: str, place: str, label: str, n_frames: int | None, n_atoms: int) -> None:
+def _check_shape(dataset: Hdf5Array, name: str, where: str, label: str, n_frames: int | None, n_atoms: int) -> None:
     shape = dataset.shape if n_frames is None else dataset.shape[1:]
     if n_frames is not None and (not dataset.ndim or len(dataset) != n_frames):
-        raise ForgefieldError(f"{place}: {name} has shape {dataset.shape}, but there are {n_frames} frames")
+        raise ForgefieldError(f"{where}: {name} has shape {dataset.shape}, but there are {n_frames} frames")
     if label == "forces" and shape != (n_atoms, 3):
-        raise ForgefieldError(f"{place}: {name} has shape {dataset.shape}, but there are {n_atoms} atoms")
+        raise ForgefieldError(f"{where}: {name} has shape {dataset.shape}, but there are {n_atoms} atoms")

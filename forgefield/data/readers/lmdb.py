@@ -49,9 +49,9 @@ class AseLmdbReader(Reader):
 def read_aselmdb(path: Path, start: int = 0, stop: int | None = None) -> Iterator[RawFrame]:
     """Frames start to stop; key-value pairs and data of a row count as its info, calculator results as results."""
     with open_lmdb(path) as file:
-        for index, place in enumerate(_places(file)[start:stop].tolist(), start):
-            where = f"{path}, frame {index} (id {file.keys[place].decode()})"
-            row = _decode(file.value(place), where)
+        for index, position in enumerate(_places(file)[start:stop].tolist(), start):
+            where = f"{path}, frame {index} (id {file.keys[position].decode()})"
+            row = _decode(file.value(position), where)
             try:
                 yield _frame_from_row(row, str(path), index)
             except (KeyError, TypeError, ValueError, AttributeError) as error:
@@ -87,14 +87,14 @@ def _listed(path: Path, *_: str | int) -> np.ndarray:
         present = {i for i in present if 1 <= i < end}
     if ids and ids[-1] >= 2**63:
         raise ForgefieldError(f"{path}: the id of a row should be below 2**63; the file is damaged")
-    return np.array([place for place, i in enumerate(ids) if i in present and i not in gone], dtype=np.int64)
+    return np.array([position for position, i in enumerate(ids) if i in present and i not in gone], dtype=np.int64)
 
 
-def _refuse_missing(path: Path, known: set[int], end: int) -> None:
-    """Every id from 1 to end - 1 should be known. `end` may be anything, so it is not counted up to."""
-    known = {i for i in known if 1 <= i < end}
-    if len(known) < end - 1:
-        missing = next(i for i in range(1, len(known) + 2) if i not in known)
+def _refuse_missing(path: Path, ids: set[int], end: int) -> None:
+    """Every id from 1 to end - 1 should be in `ids`. `end` may be huge, so no loop runs up to it."""
+    ids = {i for i in ids if 1 <= i < end}
+    if len(ids) < end - 1:
+        missing = next(i for i in range(1, len(ids) + 2) if i not in ids)
         raise ForgefieldError(f"{path}: row {missing} is neither there nor marked as deleted; the file is damaged")
 
 

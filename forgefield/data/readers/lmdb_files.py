@@ -74,8 +74,8 @@ class LmdbFile:
 
     def other(self, key: bytes) -> bytes | None:
         """The value of a key that is not a whole number; None where the file does not have it."""
-        place = self._index.others.get(key)
-        return None if place is None else _read(self._descriptor, self.path, *place)
+        location = self._index.others.get(key)
+        return None if location is None else _read(self._descriptor, self.path, *location)
 
     @cached_property
     def _index(self) -> _Index:
@@ -84,7 +84,7 @@ class LmdbFile:
 
 @contextmanager
 def open_lmdb(path: Path) -> Iterator[LmdbFile]:
-    """An LMDB file, or the one in a folder that holds `data.mdb`."""
+    """An LMDB file, or the folder with `data.mdb`."""
     descriptor = os.open(path / "data.mdb" if path.is_dir() else path, os.O_RDONLY | os.O_CLOEXEC)
     try:
         yield LmdbFile(path, descriptor)
@@ -127,19 +127,19 @@ class _Tree:
 
     def entries(self) -> list[tuple[bytes, int, int]]:
         """Key, offset and size of every value, by key."""
-        found: list[tuple[bytes, int, int]] = []
+        entries: list[tuple[bytes, int, int]] = []
         if self._root != _NO_ROOT:
             if not 1 <= self._depth <= _DEEPEST:
                 raise self._damaged(f"its tree has the impossible depth {self._depth}")
             self._visited = [0, 0, 0]
-            self._walk(self._root, 1, found)
+            self._walk(self._root, 1, entries)
             if self._visited != self._counts:
                 raise self._damaged(f"it should have {sum(self._counts)} pages of data and has {sum(self._visited)}")
-        if len(found) != self._entries:
-            raise self._damaged(f"it should have {self._entries} entries and has {len(found)}")
-        if self._flags == 0 and any(one[0] >= two[0] for one, two in pairwise(found)):
+        if len(entries) != self._entries:
+            raise self._damaged(f"it should have {self._entries} entries and has {len(entries)}")
+        if self._flags == 0 and any(one[0] >= two[0] for one, two in pairwise(entries)):
             raise self._damaged("its keys are not in order")
-        return found
+        return entries
 
     def _newest_state(self) -> tuple[int, int, tuple[int, ...], int]:
         """Page size, number of the write, main tree and last page of the newer of the two states."""
@@ -169,16 +169,16 @@ class _Tree:
         last, write = _LAST.unpack_from(data, start + 2 * _TREE.size)
         return page_size, write, tree, last
 
-    def _walk(self, number: int, depth: int, found: list[tuple[bytes, int, int]]) -> None:
+    def _walk(self, number: int, depth: int, entries: list[tuple[bytes, int, int]]) -> None:
         page, kind, nodes = self._page(number)
         if kind == _LEAF and depth == self._depth:
             self._visited[1] += 1
-            found.extend(self._entry(page, number, node) for node in nodes)
+            entries.extend(self._entry(page, number, node) for node in nodes)
         elif kind == _BRANCH and depth < self._depth:
             self._visited[0] += 1
             for node in nodes:
                 low, middle, high, _ = _NODE.unpack_from(page, node)
-                self._walk(low | middle << 16 | high << 32, depth + 1, found)
+                self._walk(low | middle << 16 | high << 32, depth + 1, entries)
         else:
             raise self._damaged(f"page {number} is of the wrong kind")
 
@@ -211,7 +211,7 @@ class _Tree:
         return key, self._overflow(first, size), size
 
     def _overflow(self, number: int, size: int) -> int:
-        """Offset of a value that has pages of its own."""
+        """Offset of a value on overflow pages."""
         count = -(-(_HEADER.size + size) // self._page_size)
         header = self._pages(number, count, _HEADER.size)
         stated, _, flags, low, high = _HEADER.unpack(header)

@@ -82,12 +82,12 @@ def count_npz(path: Path) -> int | None:
 
 
 def _one_of(data: dict[str, np.ndarray], keys: tuple[str, ...], path: Path, what: str) -> np.ndarray:
-    found = [key for key in keys if key in data]
-    if not found:
+    present = [key for key in keys if key in data]
+    if not present:
         raise ForgefieldError(f"{path}: no {what}; looked for {', '.join(keys)}, the file has {', '.join(data)}")
-    if len(found) > 1 and any(not np.array_equal(data[found[0]], data[key]) for key in found[1:]):
-        raise ForgefieldError(f"{path}: {' and '.join(found)} both could be the {what} and disagree; remove one")
-    return data[found[0]]
+    if len(present) > 1 and any(not np.array_equal(data[present[0]], data[key]) for key in present[1:]):
+        raise ForgefieldError(f"{path}: {' and '.join(present)} both could be the {what} and disagree; remove one")
+    return data[present[0]]
 
 
 def _check_lengths(data: dict[str, np.ndarray], path: Path, n_frames: int) -> None:
@@ -100,9 +100,9 @@ def _check_stated_units(data: dict[str, np.ndarray], path: Path, units: UnitOpti
     for key, setting, factor in (("e_unit", "energy", label_energy_factor), ("r_unit", "length", length_factor)):
         if key not in data:
             continue
-        stated, asked = str(data[key]), getattr(units, setting)
+        stated, requested = str(data[key]), getattr(units, setting)
         try:
-            in_file, in_settings = np.array(factor(stated)), np.array(factor(asked))
+            in_file, in_settings = np.array(factor(stated)), np.array(factor(requested))
         except ForgefieldError:
             continue
         if not np.allclose(in_file, in_settings, rtol=1e-6, atol=0):

@@ -36,7 +36,7 @@ class StoreReader(Reader):
 
 
 def _store(path: Path) -> Store:
-    """The store in a folder, opened and verified once, and kept open while its manifest stays as it is."""
+    """The store in a folder, opened and verified once, and cached until its manifest changes."""
     status = os.stat(path / MANIFEST)
     return _opened(path, str(path.resolve()), status.st_mtime_ns, status.st_ino, status.st_size)
 
@@ -80,7 +80,7 @@ def find_reader(path: Path) -> Reader | None:
 
 
 def reader_of(path: Path) -> Reader:
-    """The reader of `path`; a file without a known name is left to ASE, which looks at its content."""
+    """The reader of `path`; ASE reads files of unknown names, whose format it determines from the content."""
     return find_reader(path) or AseReader(None)
 
 

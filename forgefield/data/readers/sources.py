@@ -77,7 +77,7 @@ def _expand(spec: object, outer: SourceFile | None) -> list[SourceFile]:
 
 
 def _settings(spec: Mapping[str, Any], outer: SourceFile | None) -> tuple[Any, SourceFile]:
-    """What a mapping names, and a source that carries its settings."""
+    """The sources that a mapping names, with its settings."""
     outer = outer or SourceFile(Path())
     unknown = set(spec) - {"path", "weight", "share", "type_map", "branch"}
     if unknown or "path" not in spec:
@@ -158,14 +158,14 @@ def _matches(text: str, pattern: Path) -> list[Path]:
     """Files that match, and folders that are sources; not the files such a folder is made of."""
     matches = sorted(Path(match) for match in glob.glob(str(pattern), recursive=True))
     folders = {match for match in matches if match.is_dir() and find_reader(match) is not None}
-    found = [
+    paths = [
         match
         for match in matches
         if match in folders or (match.is_file() and not any(parent in folders for parent in match.parents))
     ]
-    if not found:
+    if not paths:
         raise ForgefieldError(f"{text}: no file matches this pattern (looked from {Path.cwd()})")
-    return found
+    return paths
 
 
 def _folder(folder: Path) -> list[Path]:
@@ -198,9 +198,9 @@ def _systems_below(folder: Path) -> list[Path]:
         raise ForgefieldError(f"{error.filename}: no permission to look into this folder") from None
 
     systems = []
-    for place, folders, names in os.walk(folder, onerror=refuse):
+    for current, folders, names in os.walk(folder, onerror=refuse):
         if "type.raw" in names:
-            systems.append(Path(place))
+            systems.append(Path(current))
             folders.clear()
         folders[:] = [name for name in folders if not name.startswith(".")]
     return sorted(systems)
@@ -318,7 +318,7 @@ def _frames(file: SourceFile, reader: LabelReader, units: UnitOptions, start: in
 
 def _read_options(reader: LabelReader, units: UnitOptions) -> ReadOptions:
     keys = frozenset(field.key or name for name, field in reader.fields.items()) - set(reader.names.values())
-    return ReadOptions(units, reader.asked, keys)
+    return ReadOptions(units, reader.requested, keys)
 
 
 def _weighted(frame: Frame, file: SourceFile) -> Frame:

@@ -162,11 +162,11 @@ def parse_header(header: str, where: str) -> dict[str, Any]:
                 f"{where}: {key} is given twice, as {texts[key]!r:.40} and as {text!r:.40}; keep one of them"
             )
     if stray or header[end:].strip():
-        told = next((key for key in texts if _TELLING.search(key)), None)
-        if told is not None:  # else it is prose, with an apostrophe perhaps
+        suspect = next((key for key in texts if _TELLING.search(key)), None)
+        if suspect is not None:  # else it is prose, with an apostrophe perhaps
             raise ForgefieldError(
-                f"{where}: a quote, bracket or = stands where none is expected, so that {told} cannot be read with certainty; "
-                'write values with blanks as key="a b"'
+                f"{where}: a quote, bracket or = stands where none is expected, so that {suspect} cannot be read with "
+                'certainty; write values with blanks as key="a b"'
             )
     return {key: True if text is None else _value(text) for key, text in texts.items()}
 
@@ -207,7 +207,7 @@ class XyzIndex:
 
 
 def xyz_index(path: Path) -> XyzIndex | None:
-    """Index of all frames; None where the file is not a plain sequence of frames: who reads it will say why."""
+    """Index of all frames; None if the file is not a plain sequence of frames, which reading it reports."""
     status = os.stat(path)
     return _index(str(path.resolve()), status.st_size, status.st_mtime_ns)
 

@@ -1,4 +1,4 @@
-"""From the settings to what a loader needs: how much a batch holds, in which order frames come, who prepares batches."""
+"""From the settings to what a loader needs: the size of a batch, the order of frames, and the threads that prepare batches."""
 
 from __future__ import annotations
 
@@ -18,44 +18,45 @@ from forgefield.errors import ForgefieldError
 
 DEFAULT_FRAMES = 8
 MORE_IN_EVALUATION = 2
-"""Times what a batch of the training holds: without second derivatives that takes as much memory, and half the launches."""
+"""Factor by which batches are larger than in training: without second derivatives they need the same memory."""
 
 Order = Callable[[np.ndarray, np.ndarray], EpochOrder]
 """Makes the order of an epoch from the rows of a table that take part, and what each of them costs."""
 
 
 def training_budget(options: DataOptions) -> Budget:
-    """What `data.batch` says."""
+    """The budget of `data.batch`."""
     sizes = _frames_by_source(options)
     return _budget(options.batch, "data.batch") if sizes is None else Budget("frames", max(sizes))
 
 
 def _frames_by_source(options: DataOptions) -> list[int] | None:
-    """Frames of a batch of each source, where `data.batch.by_source` gives them."""
-    given = options.batch.by_source
-    return None if isinstance(given, bool) else list(given)
+    """Number of frames of a batch of each source, if `data.batch.by_source` sets them."""
+    by_source = options.batch.by_source
+    return None if isinstance(by_source, bool) else list(by_source)
 
 
 def evaluation_budget(options: DataOptions) -> Budget:
-    """What `data.eval_batch` says, else twice what `data.batch` says. No frame is too large to be measured."""
-    given, sizes = options.eval_batch, _frames_by_source(options)
-    if given is None:
-        found = training_budget(options) if sizes is None else Budget("frames", min(sizes))
-        found = replace(found, size=MORE_IN_EVALUATION * found.size)
-    elif isinstance(given, Mapping):
-        if given.get("oversized", "alone") != "alone":
+    """The budget of `data.eval_batch`, by default twice that of `data.batch`. Frames are never skipped."""
+    eval_batch, sizes = options.eval_batch, _frames_by_source(options)
+    if eval_batch is None:
+        budget = training_budget(options) if sizes is None else Budget("frames", min(sizes))
+        budget = replace(budget, size=MORE_IN_EVALUATION * budget.size)
+    elif isinstance(eval_batch, Mapping):
+        if eval_batch.get("oversized", "alone") != "alone":
             raise ForgefieldError(
-                f"data.eval_batch.oversized={given['oversized']}: no frame is left out of validation and test; leave it out"
+                f"data.eval_batch.oversized={eval_batch['oversized']}: no frame is left out of validation and test; "
+                "leave it out"
             )
-        found = _budget(given, "data.eval_batch")
+        budget = _budget(eval_batch, "data.eval_batch")
     else:
-        found = _budget({"frames": given}, "data.eval_batch")
-    return Budget(found.kind, found.size, "alone", found.setting, found.bound)
+        budget = _budget({"frames": eval_batch}, "data.eval_batch")
+    return Budget(budget.kind, budget.size, "alone", budget.setting, budget.bound)
 
 
-def _budget(given: object, setting: str) -> Budget:
+def _budget(batch: object, setting: str) -> Budget:
     names = (*KINDS, "oversized", "bound")
-    values = dict(given) if isinstance(given, Mapping) else {name: getattr(given, name) for name in names}
+    values = dict(batch) if isinstance(batch, Mapping) else {name: getattr(batch, name) for name in names}
     for name in ("by_source", "points"):  # not what a budget of frames counts
         values.pop(name, None)
     unknown = set(values) - set(names)
@@ -113,7 +114,7 @@ def training_order(options: DataOptions, table: FrameTable, seed: int, *, keep_o
 
 
 def _chances(rule: str | Sequence[float] | None, sizes: np.ndarray, systems: Systems, branches: object) -> np.ndarray:
-    """Probability of each system, (n_systems,); that of each branch of the model, where it is given, is divided by `rule`."""
+    """Probability of each system, (n_systems,); the probability of a branch of the model, if set, is divided by `rule`."""
     rule = "size" if rule is None else rule
     if branches is None:
         return system_probabilities(rule, sizes, systems.shares)
@@ -134,17 +135,17 @@ def _chances(rule: str | Sequence[float] | None, sizes: np.ndarray, systems: Sys
     return chances
 
 
-def _sampling(given: object) -> tuple[Any, int | None, Any]:
+def _sampling(sampling: object) -> tuple[Any, int | None, Any]:
     """Rule, number of draws of an epoch, and probabilities of branches."""
-    if not isinstance(given, Mapping):
-        return given, None, None
-    unknown = set(given) - {"rule", "frames", "branches"}
+    if not isinstance(sampling, Mapping):
+        return sampling, None, None
+    unknown = set(sampling) - {"rule", "frames", "branches"}
     if unknown:
         raise ForgefieldError(f"data.sampling.{sorted(unknown)[0]} is not known; it takes rule, frames and branches")
-    draws = given.get("frames")
+    draws = sampling.get("frames")
     if draws is not None and (isinstance(draws, bool) or not isinstance(draws, int) or draws < 1):
         raise ForgefieldError(f"data.sampling.frames={draws!r} should be a number of frames, at least 1")
-    return given.get("rule") or "size", draws, given.get("branches")
+    return sampling.get("rule") or "size", draws, sampling.get("branches")
 
 
 def batch_threads(options: DataOptions, on_gpu: bool) -> int:

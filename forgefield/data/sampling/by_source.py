@@ -1,7 +1,7 @@
 """Batches that hold frames of one source each: their order in an epoch, and which of them a rank has in a step.
 
 Batches are made before they are dealt, from (seed, epoch) and the budget alone. A step takes the next whole batches, one
-for each rank, so that the epoch is the same for any number of ranks and can be taken up behind any batch.
+for each rank, so that the epoch is the same for any number of ranks and can be resumed after any batch.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ class SourceBatches:
     """An epoch of batches, each of one source: every row once, or sources drawn by probability, a batch at a time.
 
     source_of_row: (n,) source of each row. costs: (n,) atoms or edges of each row; for frames they do not matter. sizes:
-    frames of a batch of each source, in place of the budget. names: of the sources. where: describes a row, in messages.
+    frames of a batch of each source, instead of the budget. names: of the sources. where: describes a row, in messages.
     probabilities: of the sources, (n_sources,), from their numbers of batches; an epoch then draws as many batches as there
     are, from sources chosen with these probabilities. Without it, each batch comes once.
 
@@ -120,8 +120,8 @@ class SourceBatches:
     def _cut(self, order: np.ndarray) -> np.ndarray:
         """Where batches begin among the rows sorted by source and put into this order, ascending."""
         frames = self._frames[self._source]
-        place = np.arange(len(order)) - self._first[self._source]
-        begins = [np.flatnonzero((frames > 0) & (place % np.maximum(frames, 1) == 0))]
+        position = np.arange(len(order)) - self._first[self._source]
+        begins = [np.flatnonzero((frames > 0) & (position % np.maximum(frames, 1) == 0))]
         for source in np.flatnonzero(self._frames == 0):
             first, end = self._first[source], self._ends[source]
             begins.append(first + StepPlan(self._costs[order[first:end]], self.budget).bounds[:-1])
@@ -131,14 +131,14 @@ class SourceBatches:
 class WholeBatches:
     """Steps of one whole batch for each rank; in the last step some ranks may have none.
 
-    batches: (n_batches + 1,) where batches begin and the last one ends, as `SourceBatches.batches` gives it.
+    batches: (n_batches + 1,) where batches begin and the last one ends, as `SourceBatches.batches` returns it.
     """
 
     def __init__(self, batches: np.ndarray, world_size: int = 1, *, start: int = 0) -> None:
         if world_size < 1:
             raise ValueError(f"there is no plan for {world_size} ranks")
         if not 0 <= start <= batches[-1]:
-            raise ValueError(f"an epoch has {batches[-1]} frames; it cannot start behind frame {start}")
+            raise ValueError(f"an epoch has {batches[-1]} frames; it cannot start after frame {start}")
         self.world_size = int(world_size)
         self._whole = batches
         self._cuts = np.append(start, batches[batches > start]) if start < batches[-1] else batches[-1:]
@@ -148,7 +148,7 @@ class WholeBatches:
         return len(self.bounds) - 1
 
     def from_position(self, position: int, world_size: int | None = None) -> WholeBatches:
-        """The plan of the rest of the epoch behind its first `position` frames, on as many or on other ranks."""
+        """The plan of the rest of the epoch after its first `position` frames, on the same or another number of ranks."""
         return WholeBatches(self._whole, self.world_size if world_size is None else world_size, start=position)
 
     def share(self, step: int, rank: int) -> np.ndarray:

@@ -1,7 +1,7 @@
 """The loader: batches of this rank, step by step, prepared ahead by threads where that pays.
 
-Which frames a step holds is fixed by (seed, epoch) and the plan (`order.py`, `plan.py`); this file turns rows into batches. The
-loader can start anywhere in an epoch.
+The frames of a step are determined by (seed, epoch) and the plan (`order.py`, `plan.py`); this file turns rows into batches.
+The loader can start anywhere in an epoch.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ class FrameLoader:
 
     batch: the budget of a rank; a number means frames. order: of the rows that fit the budget and their costs; each row once,
     if None.
-    keys: seed of the keys that batches carry (`frame_key`); none, if None. noise: frames are moved at random, in training anew
+    keys: seed of `frame_key` of batches; None: no keys. noise: atoms are displaced at random, in training again
     in every epoch, else (evaluation) always alike.
     workers: threads that prepare batches ahead, 0 for none. prefetch: how many batches ahead. pin: put them into memory from
     which they are copied to a GPU without waiting.
@@ -107,7 +107,7 @@ class FrameLoader:
 
     @property
     def alone(self) -> int:
-        """Frames that exceed the budget and are batches of their own."""
+        """Frames that exceed the budget and are batches alone."""
         return int((~fitting(self._costs, self.budget)).sum()) if self.budget.oversized == "alone" else 0
 
     @property
@@ -120,7 +120,7 @@ class FrameLoader:
         return self._order.draws
 
     def _plan(self) -> tuple[np.ndarray, EpochPlan]:
-        """Rows of the present epoch in their order, and its whole plan."""
+        """Rows of the current epoch in their order, and its plan."""
         if self._planned is None or self._planned[0] != self.epoch:
             self._planned = self.epoch, *self._planned_epoch(self.epoch)
         return self._planned[1], self._planned[2]
@@ -149,21 +149,21 @@ class FrameLoader:
         return len(self._planned_epoch(epoch)[1])
 
     def batch_sizes(self, epochs: int = 4, at_most: int = 4000) -> np.ndarray:
-        """(n, 3): frames, atoms and edges of this rank's batches of the first epochs; empty where edges are not known."""
+        """(n, 3): frames, atoms and edges of this rank's batches of the first epochs; empty if edges are not counted."""
         n_edges = self.dataset.n_edges
         if n_edges is None:
             return np.empty((0, 3), dtype=np.int64)
-        found: list[tuple[int, int, int]] = []
+        sizes: list[tuple[int, int, int]] = []
         for epoch in range(epochs):
             rows, plan = self._planned_epoch(epoch)
-            for step in range(min(len(plan), at_most - len(found))):
+            for step in range(min(len(plan), at_most - len(sizes))):
                 mine = rows[plan.share(step, self.rank)]
                 if len(mine):
-                    found.append((len(mine), self.dataset.n_atoms[mine].sum(), n_edges[mine].sum()))
-        return np.array(found, dtype=np.int64).reshape(-1, 3)
+                    sizes.append((len(mine), self.dataset.n_atoms[mine].sum(), n_edges[mine].sum()))
+        return np.array(sizes, dtype=np.int64).reshape(-1, 3)
 
     def _rest_of_epoch(self) -> tuple[int, EpochPlan]:
-        """Number of the first batch and the plan from there on: the whole epoch, unless `start_at` said otherwise."""
+        """Number of the first batch and the plan from there on: the complete epoch, unless `start_at` was called."""
         if self._rest is not None and self._rest[0] == self.epoch:
             return self._rest[1:]
         return 0, self._plan()[1]
@@ -177,7 +177,7 @@ class FrameLoader:
         self.epoch = int(epoch)
 
     def start_at(self, sample: int) -> int:
-        """Let the next iteration, and only that one, begin behind the first `sample` frames of its epoch's order.
+        """Let only the next iteration start after the first `sample` frames of its epoch's order.
 
         Returns the number of the batch it begins with. The place need not be one where this number of ranks would have
         stopped.
@@ -199,7 +199,7 @@ class FrameLoader:
         return plan.n_frames_of_rank(batch - first_batch, self.rank)
 
     def is_full(self, batch: int) -> bool:
-        """Whether that batch is no smaller than others: only the last of an epoch is."""
+        """Whether that batch has full size: only the last of an epoch may be smaller."""
         if self._is_frames:
             size = self.position(batch + 1) - self.position(batch)
             return size == self.budget.size * self.world_size
@@ -220,7 +220,7 @@ class FrameLoader:
     # ---- batches
 
     def __iter__(self) -> Iterator[Batch]:
-        # A generator: nothing is taken from `start_at` until the first batch is asked for. Lightning makes an iterator
+        # A generator: nothing is taken from `start_at` until the first batch is requested. Lightning makes an iterator
         # just to see that it can.
         rows, plan = self._plan()
         if self._start_at_rest:
@@ -257,7 +257,7 @@ class FrameLoader:
 
 
 def prepared_ahead(prepare: Callable[[int], T], n: int, workers: int, ahead: int) -> Iterator[T]:
-    """prepare(0), prepare(1), ... in this order, made by `workers` threads up to `ahead` before they are asked for."""
+    """prepare(0), prepare(1), ... in this order, made by `workers` threads, up to `ahead` of the consumer."""
     waiting: deque[Future[T]] = deque()
     pool = ThreadPoolExecutor(workers, thread_name_prefix="batch")
     try:

@@ -53,7 +53,7 @@ class EpochOrder(Protocol):
 
 
 class EveryFrameOnce:
-    """Each of n rows once an epoch, as they lie or freshly shuffled."""
+    """Each of n rows once per epoch, in order or in a new random order."""
 
     def __init__(self, n: int, seed: int = 0, shuffle: bool = True) -> None:
         self.draws = int(n)
@@ -154,7 +154,7 @@ def drawn_in_turn(counts: np.ndarray, first: np.ndarray, sizes: np.ndarray, seed
 
 
 def shuffle_within(system: np.ndarray, n_systems: int, seed: int, epoch: int) -> np.ndarray:
-    """A permutation of rows sorted by system, (n,), that leaves each among those of its own system."""
+    """A permutation of rows sorted by system, (n,), that leaves each within its system."""
     # One sort for all systems: the system in the upper bits of the key, chance in the others.
     bits = max(1, n_systems - 1).bit_length()
     chance = _raw(len(system), seed, epoch, WITHIN) >> np.uint64(bits)
@@ -177,9 +177,9 @@ def system_probabilities(
             A list of numbers, one for each system, which are normalised; where some are negative, the others are
             probabilities as they stand and the negative ones divide the rest by size.
     sizes:  (n_systems,) frames of each system.
-    shares: for each system the probability asked for, or None. Those with None divide the rest by `rule`.
+    shares: for each system the requested probability, or None. Those with None divide the rest by `rule`.
     setting: name of the option in messages.
-    A system without a frame (all of them validate, say) is never drawn; one that was given a share of its own is an error.
+    A system without a frame, for example because all of them validate, is never drawn; if it has a share, that is an error.
     """
     sizes = np.asarray(sizes, dtype=np.float64)
     if sizes.ndim != 1 or len(sizes) == 0:
@@ -209,14 +209,14 @@ def _unknown(where: str) -> ForgefieldError:
 
 def _share_column(shares: Sequence[float | None], n: int) -> np.ndarray:
     """Explicit shares with NaN where there is none, (n,)."""
-    given = [share is not None for share in shares]
+    is_set = [share is not None for share in shares]
     column = _numbers([share if share is not None else 0.0 for share in shares], n, "share")
     if (column < 0).any():
         at = int(np.flatnonzero(column < 0)[0])
         raise ForgefieldError(
             f"share={column[at]:g} of system {at} (counted from 0) is negative; it should be 0 or more"
         )
-    return np.where(given, column, np.nan)
+    return np.where(is_set, column, np.nan)
 
 
 def _numbers(values: Sequence[float], n: int, setting: str) -> np.ndarray:
@@ -236,19 +236,19 @@ def _number(value: float) -> float:
     return float(value)
 
 
-def _divide(given: np.ndarray, weights: np.ndarray, setting: str) -> np.ndarray:
-    """Probabilities as given; where that is NaN, the rest in proportion to `weights`."""
-    open_ = np.isnan(given)
+def _divide(shares: np.ndarray, weights: np.ndarray, setting: str) -> np.ndarray:
+    """The probabilities `shares`; where they are NaN, the rest in proportion to `weights`."""
+    open_ = np.isnan(shares)
     if not open_.any():
-        return _normalised(given, setting)
-    taken = given[~open_].sum()
+        return _normalised(shares, setting)
+    taken = shares[~open_].sum()
     if taken >= 1 - 1e-8:
         raise ForgefieldError(
             f"{setting}: the probabilities given add up to {taken:.6g} and leave nothing for the {open_.sum()} systems "
             "without one; they should add up to less than 1"
         )
     rest = _normalised(np.where(open_, weights, 0.0), setting)
-    return np.where(open_, (1 - taken) * rest, given)
+    return np.where(open_, (1 - taken) * rest, shares)
 
 
 def _normalised(weights: np.ndarray, setting: str) -> np.ndarray:

@@ -27,7 +27,7 @@ KEPT_STEPS = 16
 
 @dataclass(frozen=True)
 class Budget:
-    """What one rank takes in a step: `size` frames, or at most or at least so many atoms or edges.
+    """Amount of data of one rank in a step: `size` frames, or at most or at least `size` atoms or edges.
 
     oversized: what becomes of a frame that is larger than an upper bound: `error` (refused), `alone` (it is all its rank has
     in that step, the one case in which the bound is exceeded) or `skip` (left out; see `fitting`).
@@ -57,7 +57,7 @@ class Budget:
             raise ForgefieldError(f"{self.setting}.bound is for a number of atoms or edges, and frames are given")
         if self.bound == "lower" and self.oversized == "skip":
             raise ForgefieldError(
-                f"{self.setting}.oversized=skip has no meaning for a lower bound; leave one of them out"
+                f"{self.setting}.oversized=skip does not apply to a lower bound; leave one of them out"
             )
 
     @property
@@ -73,7 +73,7 @@ def fitting(costs: np.ndarray, budget: Budget) -> np.ndarray:
 
 
 def refuse_oversized(costs: np.ndarray, budget: Budget, name_of: Callable[[int], str] | None = None) -> None:
-    """Raise where frames of these costs exceed the budget and that is an error. name_of: words for the frame at a place."""
+    """Raise if frames of these costs exceed the budget and that is an error. name_of: describes the frame at a position."""
     oversized = np.flatnonzero(~fitting(costs, budget))
     if len(oversized) == 0 or budget.oversized == "alone":
         return
@@ -117,7 +117,7 @@ class StepPlan:
     has least, without exceeding `size` on any; at least one. A frame without edges counts as one edge. A rank is left with
     none only where there are fewer frames than ranks.
 
-    With a lower bound it takes the next frames until every rank, each frame given to the one that has least, has reached
+    With a lower bound it takes the next frames until every rank, each frame assigned to the one that has least, has reached
     `size`; the last step of an epoch may not reach it.
     """
 
@@ -131,16 +131,16 @@ class StepPlan:
         start: int = 0,
         name_of: Callable[[int], str] | None = None,
     ) -> None:
-        self._given = _whole_numbers(costs)
-        self._balance = self._given if balance_by is None else _whole_numbers(balance_by)
-        self._balanced_by_cost = self._balance is self._given
-        n = len(self._given)
+        self._raw_costs = _whole_numbers(costs)
+        self._balance = self._raw_costs if balance_by is None else _whole_numbers(balance_by)
+        self._balanced_by_cost = self._balance is self._raw_costs
+        n = len(self._raw_costs)
         if len(self._balance) != n:
             raise ValueError(f"{len(self._balance)} numbers to balance by do not go with {n} frames")
         if world_size < 1:
             raise ValueError(f"there is no plan for {world_size} ranks")
         if not 0 <= start <= n:
-            raise ValueError(f"an epoch has {n} frames; it cannot start behind frame {start}")
+            raise ValueError(f"an epoch has {n} frames; it cannot start after frame {start}")
         self.budget, self.world_size = budget, int(world_size)
         self._name_of = name_of
         self._dealt: OrderedDict[int, np.ndarray] = OrderedDict()
@@ -148,24 +148,24 @@ class StepPlan:
             stride = min(world_size * int(budget.size), max(n, 1))
             self.bounds = np.append(np.arange(start, n, stride), n)
         elif budget.bound == "lower":
-            self._costs, self._size = np.maximum(self._given, 1), int(budget.size)
+            self._costs, self._size = np.maximum(self._raw_costs, 1), int(budget.size)
             self.bounds = np.array(_reaching_ends(self._costs, self._size, self.world_size, start), dtype=np.int64)
         else:
-            refuse_oversized(self._given, budget, name_of)
-            self._costs, self._size = _in_units(self._given, int(budget.size))
+            refuse_oversized(self._raw_costs, budget, name_of)
+            self._costs, self._size = _in_units(self._raw_costs, int(budget.size))
             self.bounds = np.array(_step_ends(self._costs, self._size, self.world_size, start), dtype=np.int64)
 
     def __len__(self) -> int:
         return len(self.bounds) - 1
 
     def from_position(self, position: int, world_size: int | None = None) -> StepPlan:
-        """The plan of the rest of the epoch behind its first `position` frames, on as many or on other ranks.
+        """The plan of the rest of the epoch after its first `position` frames, on the same or another number of ranks.
 
         Positions, in `bounds` and `share`, are still those of the whole epoch. From one of this plan's own `bounds`, on as
         many ranks, it has the same steps as this plan.
         """
         ranks = self.world_size if world_size is None else world_size
-        return StepPlan(self._given, self.budget, ranks, self._balance, start=position, name_of=self._name_of)
+        return StepPlan(self._raw_costs, self.budget, ranks, self._balance, start=position, name_of=self._name_of)
 
     def share(self, step: int, rank: int) -> np.ndarray:
         """Positions in the epoch's order that this rank has in this step, ascending, int64."""
@@ -180,7 +180,7 @@ class StepPlan:
         return len(self.share(step, rank))
 
     def _ranks(self, step: int) -> np.ndarray:
-        """Rank of each frame of a step; those of the last steps asked for are kept: some are prepared, others in use."""
+        """Rank of each frame of a step; those of the last requested steps are cached: some are prepared, others in use."""
         dealt = self._dealt.get(step)
         if dealt is None:
             dealt = self._dealt[step] = self._deal(slice(self.bounds[step], self.bounds[step + 1]))
@@ -322,7 +322,7 @@ def _can_be_dealt(costs: list[int], size: int, world_size: int) -> bool:
 def _deal_within(costs: np.ndarray, balance: np.ndarray, world_size: int, size: int) -> np.ndarray | None:
     """A rank for each frame: largest `balance` first, each to the rank that has least of it and room for its cost.
 
-    None where that leaves a frame without a place. Every balance is positive, so that empty ranks come first.
+    None if that leaves a frame without a rank. Every balance is positive, so that empty ranks come first.
     """
     ranks = np.empty(len(costs), dtype=np.int64)
     order = np.argsort(-balance, kind="stable")

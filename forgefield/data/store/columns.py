@@ -1,8 +1,8 @@
 """Frames as columns: one array per quantity, the atoms of all frames one after the other.
 
-A part is a run of frames that lie together, in memory (`MemoryColumns`) or in a store (`store.StoreColumns`); both answer the
-same three questions: a whole column of per-frame values, the atoms of some frames, where a frame begins. Columns with
-what is asked about data again and again (which species, how large the forces) are made once, when frames become columns.
+A part is a run of frames that are stored together, in memory (`MemoryColumns`) or in a store (`store.StoreColumns`); both
+provide columns of per-frame values, the atoms of some frames, and where a frame begins. Columns of frequently used properties
+(species, largest forces) are computed once, when frames become columns.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ EDGE_FIELDS: dict[str, Field] = {
 of the frame (infinite where there is none). `edge_reverse` is missing where not every edge has one."""
 
 OPTIONAL = ("energy", "forces", "stress")
-"""Left out where no frame of a part carries them."""
+"""Left out if no frame of a part has them."""
 
 
 class Columns(ABC):
@@ -60,7 +60,7 @@ class Columns(ABC):
 
     sources: Sequence[str]
     origin: str = ""
-    """What tells these sources from others of the same name: the store they lie in."""
+    """Distinguishes these sources from others of the same name: the store that contains them."""
     fields: Fields
     """Columns beyond those that all have."""
 
@@ -70,11 +70,11 @@ class Columns(ABC):
 
     @abstractmethod
     def has(self, name: str) -> bool:
-        """Whether any frame carries this label."""
+        """Whether any frame has this label."""
 
     @abstractmethod
     def column(self, name: str) -> np.ndarray:
-        """A whole column that is not per atom. Read-only."""
+        """A column that is not per atom. Read-only."""
 
     @abstractmethod
     def copy(self, name: str, first: np.ndarray, counts: np.ndarray, out: np.ndarray, begins: np.ndarray) -> None:
@@ -158,8 +158,8 @@ def columns_of(
     for name in (*OPTIONAL, *fields):
         if np.isnan(arrays[name]).all():
             del arrays[name]
-    known: Mapping[str, Field] = {**FIELDS, **fields}
-    return {name: np.ascontiguousarray(array, dtype=known[name].dtype) for name, array in arrays.items()}
+    all_fields: Mapping[str, Field] = {**FIELDS, **fields}
+    return {name: np.ascontiguousarray(array, dtype=all_fields[name].dtype) for name, array in arrays.items()}
 
 
 def offsets(counts: np.ndarray) -> np.ndarray:
@@ -171,13 +171,13 @@ def _components(arrays: dict[str, np.ndarray], n_atoms: np.ndarray) -> dict[str,
     """Per frame and species: how many atoms, and the sum of their squared force components."""
     frame = np.repeat(np.arange(len(n_atoms)), n_atoms)
     forces = arrays["forces"]
-    key, place = np.unique(frame * 256 + arrays["numbers"], return_inverse=True)
-    squares = np.bincount(place, weights=(forces**2).sum(axis=1), minlength=len(key))
+    key, component = np.unique(frame * 256 + arrays["numbers"], return_inverse=True)
+    squares = np.bincount(component, weights=(forces**2).sum(axis=1), minlength=len(key))
     first = offsets(n_atoms)[:-1]
     largest = np.maximum.reduceat(np.abs(forces).max(axis=1), first)
     return {
         "element": key % 256,
-        "element_count": np.bincount(place, minlength=len(key)),
+        "element_count": np.bincount(component, minlength=len(key)),
         "force_squares": squares,
         "first_component": offsets(np.bincount(key // 256, minlength=len(n_atoms))),
         "max_force": largest,

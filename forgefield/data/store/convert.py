@@ -1,8 +1,8 @@
-"""From any source to a store: in parallel, with progress, and so that an interrupted conversion goes on where it was.
+"""Conversion of any source to a store: in parallel, with progress, and resumable.
 
-The frames of all sources are divided into parts. Each part is written whole or not at all, in `DST.partial`, by one of several
-processes; when all are there the manifest is written and the folder gets its name. Which frames make a part depends on the
-sources alone, so the store is the same for any number of processes.
+The frames of all sources are divided into parts. Each part is written completely or not at all, to `DST.partial`, by one of
+several processes; when all are complete the manifest is written and the folder is renamed. The frames of a part depend on the
+sources only, so the store is the same for any number of processes.
 """
 
 from __future__ import annotations
@@ -41,13 +41,13 @@ PLAN, LOCK = "plan.json", ".lock"
 CHUNK = 1000
 """Frames that are read in one go where a format can be divided."""
 PARTS = 64
-"""A store has about so many parts at most, until parts reach `LARGEST_PART` frames."""
+"""Approximate largest number of parts of a store, until parts reach `LARGEST_PART` frames."""
 LARGEST_PART = 50_000
 BLOCK, BLOCK_ATOMS = 256, 20_000
 """Frames held in memory at a time, and atoms: whichever is reached first."""
 
 Progress = Callable[[int, int | None], None]
-"""Called with frames done, and frames in all where known."""
+"""Called with the number of frames done, and of all frames or None."""
 
 
 @dataclass(frozen=True)
@@ -58,7 +58,7 @@ class Unit:
     start: int
     stop: int | None
     expected: int | None
-    """How many they are; None where that is not known beforehand."""
+    """Number of frames; None if it is unknown before reading."""
 
     @property
     def frames(self) -> int:
@@ -71,7 +71,7 @@ class Settings:
     units: UnitOptions
     graph: GraphOptions | None
     fields: dict[str, Field] = field(default_factory=dict)
-    """What is kept beyond the labels."""
+    """Additional values to store."""
 
 
 def convert(
@@ -99,13 +99,13 @@ def convert(
     )
     files = spec if _are_files(spec) else source_files(spec)
     refuse_settings_for_stores(files, labels, units)
-    asked = LabelReader(labels, units).asked
-    fields = [] if asked is None else [("data.labels.fields", asked)]
+    requested = LabelReader(labels, units).requested
+    fields = [] if requested is None else [("data.labels.fields", requested)]
     for file in files:
         if is_store(file.path):
             store = open_store(file.path)
             store.verify()  # damage must not be passed on with fresh hashes
-            fields.append((str(file.path), select_fields(file.path, store.fields, asked)))
+            fields.append((str(file.path), select_fields(file.path, store.fields, requested)))
     settings = Settings(labels, units, graph, merge_fields(*fields))
     parts = _divide([unit for file in files for unit in units_of(file)])
     with _being_written(target) as partial:
@@ -119,7 +119,7 @@ def convert(
 def store_frames(frames: Iterable[Frame], target: Path, graph: GraphOptions | None = None) -> dict[str, Any]:
     """Write a store with just these frames, as one part. Returns its manifest. graph: also keep neighbour lists.
 
-    Fields are kept too: those of a table, or those that the frames of a list carry.
+    Fields are stored too: those of a table, or those of the frames of a list.
     """
     target = Path(target)
     if target.exists():
@@ -174,7 +174,7 @@ def refuse_settings_for_stores(files: Sequence[SourceFile], labels: LabelOptions
 def _being_written(target: Path) -> Iterator[Path]:
     """The folder that becomes `target`, held by one process. Bad data leaves nothing there, an interrupt what is done."""
     partial = target.with_name(target.name + ".partial")
-    kept = f"what is done is kept in {partial}: run the same command again, or delete that folder"
+    advice = f"what is done is kept in {partial}: run the same command again, or delete that folder"
     _refuse_foreign(partial)
     try:
         partial.mkdir(parents=True, exist_ok=True)
@@ -190,15 +190,15 @@ def _being_written(target: Path) -> Iterator[Path]:
         raise ForgefieldError(f"{target} is being written by another process") from None
     except BrokenProcessPool as error:
         raise ForgefieldError(
-            f"{target}: a process that converted a part of it was ended from outside, often for lack of memory; {kept}, "
+            f"{target}: a process that converted a part of it was ended from outside, often for lack of memory; {advice}, "
             "with fewer workers"
         ) from error
     except OSError as error:
-        raise ForgefieldError(f"{target} could not be written ({error.strerror or error}); {kept}") from error
+        raise ForgefieldError(f"{target} could not be written ({error.strerror or error}); {advice}") from error
     except SourceUnreadable as error:
-        raise SourceUnreadable(f"{error}; {kept}") from error
+        raise SourceUnreadable(f"{error}; {advice}") from error
     except ForgefieldError as error:
-        if not isinstance(error.__cause__, OSError):  # the data has to be mended, and then all is done anew
+        if not isinstance(error.__cause__, OSError):  # the data has to be corrected, which changes every part
             shutil.rmtree(partial, ignore_errors=True)
         raise
     finally:
@@ -215,7 +215,7 @@ def _refuse_foreign(partial: Path) -> None:
 
 
 def units_of(file: SourceFile) -> list[Unit]:
-    """A source in runs of frames that can be read by themselves."""
+    """A source in runs of frames that can be read independently."""
     count = frame_count(file)
     if count is None:
         return [Unit(file, 0, None, None)]
@@ -223,10 +223,10 @@ def units_of(file: SourceFile) -> list[Unit]:
 
 
 def frames_in(units: Iterable[Unit]) -> int | None:
-    """How many frames they hold; None where a format does not tell."""
+    """Number of frames; None if it is unknown before reading."""
     counts = [unit.expected for unit in units]
-    known = [count for count in counts if count is not None]
-    return sum(known) if len(known) == len(counts) else None
+    numbers = [count for count in counts if count is not None]
+    return sum(numbers) if len(numbers) == len(counts) else None
 
 
 def _are_files(spec: object) -> TypeGuard[list[SourceFile]]:
@@ -249,7 +249,7 @@ def _divide(units: list[Unit]) -> list[list[Unit]]:
 
 
 def _begin(partial: Path, parts: list[list[Unit]], settings: Settings) -> None:
-    """Prepare the folder. What an interrupted conversion of the very same left there is kept."""
+    """Prepare the folder. Parts of an interrupted conversion of the same data with the same settings are kept."""
     plan = json.dumps(
         {
             "version": VERSION,
@@ -363,7 +363,7 @@ def _finish(partial: Path, n_parts: int, spec: object, settings: Settings) -> di
         statistics.merge(PartStatistics.from_dict(part.pop("statistics")))
     reader.finish(", ".join(file.name for file in spec) if _are_files(spec) else str(spec))
     columns = {name for part in parts for name in part["columns"]}
-    known = {**FIELDS, **EDGE_FIELDS, **settings.fields}
+    all_fields = {**FIELDS, **EDGE_FIELDS, **settings.fields}
     manifest: dict[str, Any] = {
         "format": FORMAT,
         "version": VERSION,
@@ -371,7 +371,7 @@ def _finish(partial: Path, n_parts: int, spec: object, settings: Settings) -> di
         "n_frames": sum(part["n_frames"] for part in parts),
         "n_atoms": sum(part["n_atoms"] for part in parts),
         "n_edges": sum(part["n_edges"] for part in parts) if settings.graph is not None else None,
-        "fields": {name: asdict(field) for name, field in known.items() if name in columns},
+        "fields": {name: asdict(field) for name, field in all_fields.items() if name in columns},
         "graph": None if settings.graph is None else asdict(settings.graph),
         "statistics": statistics.to_dict(),
         "parts": parts,

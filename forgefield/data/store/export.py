@@ -1,7 +1,7 @@
-"""Frames written out again, one after the other: extended xyz, ASE trajectories and databases.
+"""Frames written to files: extended xyz, ASE trajectories and databases.
 
 Numbers are written so that reading the file gives the same frames to the last bit, in eV and A, under the usual names of the
-labels and the names of the fields. The file appears whole or not at all.
+labels and the names of the fields. The file is complete or does not exist.
 """
 
 from __future__ import annotations
@@ -112,7 +112,7 @@ def _ase_atoms(frame: Frame) -> tuple[Any, dict[str, Any]]:
         results["forces"] = frame.forces
     if frame.stress is not None:
         if np.array_equal(frame.stress, frame.stress.T):
-            results["stress"] = np.array([frame.stress[place] for place in VOIGT])
+            results["stress"] = np.array([frame.stress[component] for component in VOIGT])
         else:
             more["stress"] = frame.stress.reshape(-1).tolist()
     if results:

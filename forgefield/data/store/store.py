@@ -59,7 +59,7 @@ class PartEntry(TypedDict):
 
 
 class Manifest(TypedDict):
-    """fields: columns by name. graph: options of the neighbour lists, None where it holds none. hash: of all other entries."""
+    """fields: columns by name. graph: options of the neighbour lists, None without such lists. hash: of all other entries."""
 
     format: str
     version: int
@@ -97,7 +97,7 @@ def read_manifest(folder: Path) -> Manifest:
 
 
 def manifest_hash(manifest: Mapping[str, object]) -> str:
-    """Hash of all entries of a manifest, hashes of columns included: of the content of the whole store."""
+    """Hash of all entries of a manifest, which include the hashes of all columns."""
     content = {key: value for key, value in manifest.items() if key != "hash"}
     text = json.dumps(content, sort_keys=True, separators=(",", ":"))
     return hashlib.blake2b(text.encode(), digest_size=16).hexdigest()
@@ -120,18 +120,18 @@ class ColumnFile:
         self.row_bytes = int(np.prod(field.shape, dtype=np.int64)) * self.dtype.itemsize
         self.rows = size // self.row_bytes
         try:
-            found = path.stat().st_size
+            n_bytes = path.stat().st_size
         except OSError:
             raise ForgefieldError(f"{path}: this file of the store is missing; convert the data again") from None
-        if found != size + HEADER:
+        if n_bytes != size + HEADER:
             raise ForgefieldError(
-                f"{path}: the file holds {found} bytes and the manifest says {size + HEADER}: the store is damaged or was "
+                f"{path}: the file holds {n_bytes} bytes and the manifest says {size + HEADER}: the store is damaged or was "
                 "copied incompletely; copy or convert it again"
             )
 
     @cached_property
     def mapped(self) -> np.ndarray:
-        """The whole column, mapped read-only."""
+        """The column, mapped read-only."""
         if self.rows == 0:
             return np.zeros((0, *self.field.shape), dtype=self.dtype)
         pages = _with_room(self.path, lambda: _mapped(self.path))
@@ -151,8 +151,8 @@ class ColumnFile:
         if out.size == 0:
             return
         size, descriptor, view = self.row_bytes, self._descriptor, out.reshape(-1).view(np.uint8).data
-        for place, offset, n in _runs(begins.tolist(), first.tolist(), counts.tolist()):
-            piece, offset = view[place * size : (place + n) * size], HEADER + offset * size
+        for begin, offset, n in _runs(begins.tolist(), first.tolist(), counts.tolist()):
+            piece, offset = view[begin * size : (begin + n) * size], HEADER + offset * size
             while len(piece):
                 try:
                     done = os.preadv(descriptor, [piece], offset)
@@ -185,7 +185,7 @@ class ColumnFile:
 
 
 def _with_room(path: Path, action: Callable[[], T]) -> T:
-    """What `action` gives, which opens the file. Where too many are open, more are allowed as far as the system lets us."""
+    """The result of `action`, which opens the file. If too many files are open, the limit is raised as far as possible."""
     while True:
         try:
             return action()
@@ -206,25 +206,25 @@ def _mapped(path: Path) -> mmap.mmap:
 
 def _runs(begins: list[int], first: list[int], counts: list[int]) -> Iterator[tuple[int, int, int]]:
     """The same three of fewer, longer runs: those that follow each other on both sides joined."""
-    place, start, n = begins[0], first[0], 0
+    target, start, n = begins[0], first[0], 0
     for begin, at, count in zip(begins, first, counts):
-        if begin == place + n and at == start + n:
+        if begin == target + n and at == start + n:
             n += count
         else:
-            yield place, start, n
-            place, start, n = begin, at, count
-    yield place, start, n
+            yield target, start, n
+            target, start, n = begin, at, count
+    yield target, start, n
 
 
 class StoreColumns(Columns):
     """One part of a store. part: its entry in the manifest. graph: options of its neighbour lists, if it has any.
 
-    fields: those that the store holds beyond what every store does.
+    fields: those in addition to the columns of every store.
     """
 
     def __init__(self, folder: Path, part: PartEntry, graph: GraphOptions | None, fields: Fields | None = None) -> None:
         self.graph, self.fields, self.origin = graph, fields or {}, str(folder.resolve())
-        self._known = {**ALL_FIELDS, **self.fields}
+        self._all_fields = {**ALL_FIELDS, **self.fields}
         try:
             self._n_frames = int(part["n_frames"])
             self.sources = part["sources"]
@@ -232,7 +232,7 @@ class StoreColumns(Columns):
                 raise ValueError(part["name"])
             self._files = {
                 name: ColumnFile(
-                    folder / part["name"] / f"{name}.npy", self._known[name], entry["bytes"], entry["hash"]
+                    folder / part["name"] / f"{name}.npy", self._all_fields[name], entry["bytes"], entry["hash"]
                 )
                 for name, entry in part["columns"].items()
             }
@@ -243,7 +243,7 @@ class StoreColumns(Columns):
             ) from error
 
     def _refuse_contradictions(self, part: PartEntry) -> None:
-        """Whether every column has as many values as frames, atoms, edges and components say."""
+        """Refuse columns whose length differs from the number of frames, atoms, edges or components."""
         counts = {
             "frame": self._n_frames,
             "offsets": self._n_frames + 1,
@@ -257,7 +257,7 @@ class StoreColumns(Columns):
             if name not in self._files:
                 raise ValueError(f"{name} is missing")
         for name, file in self._files.items():
-            if file.rows != counts[self._known[name].per]:
+            if file.rows != counts[self._all_fields[name].per]:
                 raise ValueError(f"{name} has {file.rows} values")
 
     @property
@@ -284,7 +284,7 @@ def _fields(entries: dict[str, FieldEntry]) -> dict[str, Field]:
 
 
 class Store:
-    """An opened store. fields: what it holds beyond what every store does."""
+    """An opened store. fields: those in addition to the columns of every store."""
 
     def __init__(self, folder: Path, manifest: Manifest) -> None:
         self.path = folder
@@ -299,7 +299,7 @@ class Store:
 
     @property
     def graph(self) -> GraphOptions | None:
-        """Options of the neighbour lists it holds."""
+        """Options of its neighbour lists."""
         options = self.manifest["graph"]
         return None if options is None else GraphOptions(**options)
 

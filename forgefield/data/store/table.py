@@ -1,7 +1,7 @@
 """A table of frames: parts in memory or on disk, of which some rows are chosen. It reads like a list of frames.
 
-Splits, development sets and whatever else chooses frames only choose rows; nothing is copied. A single frame is made when
-it is asked for, whole columns are there for everything that looks at all frames at once.
+Splits, development sets and other selections of frames select rows; nothing is copied. A single frame is made when
+it is requested; columns serve code that needs all frames at once.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ class TablePart:
         return self.columns.fields if self.chosen is None else self.chosen
 
     def has(self, name: str) -> bool:
-        """Whether any frame carries this label."""
+        """Whether any frame has this label."""
         return name not in self.hidden and self.columns.has(name)
 
     def values(self, name: str, rows: np.ndarray | None = None, shape: tuple[int, ...] | None = None) -> np.ndarray:
@@ -64,9 +64,9 @@ class TablePart:
 _READ_ROWS = 256
 """Frames read together."""
 _FEW_ROWS = 4096
-"""Up to so many rows it does not pay to look whether they ascend."""
+"""Number of rows up to which checking whether they ascend does not pay."""
 _LABEL_OF = {"max_force": "forces"}
-"""Columns that say something about a label, which is hidden with it."""
+"""Columns derived from a label, which are hidden with it."""
 
 
 @dataclass(frozen=True)
@@ -80,7 +80,7 @@ class Components:
     count: np.ndarray
     """(n,) atoms of that species in that frame."""
     force_squares: np.ndarray
-    """(n,) sum of their squared force components, eV^2/A^2; NaN where the frame carries no forces."""
+    """(n,) sum of their squared force components, eV^2/A^2; NaN if the frame has no forces."""
 
 
 @dataclass(frozen=True)
@@ -90,19 +90,19 @@ class Systems:
     names: list[str]
     """For each system its source, or the first of several."""
     shares: list[float | None]
-    """For each system the share of draws that was given."""
+    """The share of draws of each system, or None."""
     branches: list[str | None]
     """For each system the branch of the model that learns from it."""
 
 
 @dataclass(frozen=True)
 class RowView:
-    """Rows of a table and where they lie."""
+    """Rows of a table and the parts that contain them."""
 
     rows: np.ndarray
     n_atoms: np.ndarray
     located: list[tuple[TablePart, np.ndarray, np.ndarray]]
-    """As `FrameTable.located` gives it."""
+    """As returned by `FrameTable.located`."""
     fields: Fields
     """Those of the table."""
 
@@ -131,11 +131,11 @@ class RowView:
         out = np.empty((int(ends[-1]) if len(ends) else 0, *field.shape), dtype=field.dtype)
         begins = ends - counts
         for part, places, local in self.located:
-            own, at = (counts, begins) if len(self.located) == 1 else (counts[places], begins[places])
+            n_rows, at = (counts, begins) if len(self.located) == 1 else (counts[places], begins[places])
             if part.has(name):
-                part.columns.copy(name, part.columns.column(offsets)[local], own, out, at)
+                part.columns.copy(name, part.columns.column(offsets)[local], n_rows, out, at)
             else:
-                out[ranges(at, own)] = np.nan
+                out[ranges(at, n_rows)] = np.nan
         return out
 
 
@@ -159,7 +159,7 @@ class FrameTable(Sequence[Frame]):
 
     @cached_property
     def fields(self) -> Fields:
-        """Further values that its frames may carry, by name."""
+        """Additional values of its frames, by name."""
         places = [(part.columns.origin or "the files", part.fields) for part in self.parts if part.fields]
         return merge_fields(*places)
 
@@ -184,7 +184,7 @@ class FrameTable(Sequence[Frame]):
         )
 
     def located(self, rows: np.ndarray) -> Iterator[tuple[TablePart, np.ndarray, np.ndarray]]:
-        """For each part that holds any of these rows: the part, which of `rows` it holds, and their rows in the part."""
+        """For each part that contains any of these rows: the part, which of `rows` it contains, and their rows in the part."""
         rows = self._global(rows)
         if len(self.parts) == 1:
             yield self.parts[0], np.arange(len(rows)), rows
@@ -237,7 +237,7 @@ class FrameTable(Sequence[Frame]):
     @cached_property
     def components(self) -> Components:
         """Species of all frames. As large as a few columns of numbers per frame."""
-        found: list[tuple[np.ndarray, ...]] = []
+        blocks: list[tuple[np.ndarray, ...]] = []
         for part, places, local in self.located(self._every):
             first = part.columns.column("first_component")
             counts = first[local + 1] - first[local]
@@ -245,11 +245,11 @@ class FrameTable(Sequence[Frame]):
             values = [part.columns.column(name)[entries] for name in ("element", "element_count", "force_squares")]
             if "forces" in part.hidden:
                 values[2] = np.full(len(entries), np.nan)
-            found.append((np.repeat(places, counts), *values))
-        if not found:
+            blocks.append((np.repeat(places, counts), *values))
+        if not blocks:
             empty = np.zeros(0, dtype=np.int64)
             return Components(empty, empty, empty, empty.astype(np.float64))
-        frame, number, count, squares = (np.concatenate(columns) for columns in zip(*found))
+        frame, number, count, squares = (np.concatenate(columns) for columns in zip(*blocks))
         number, count = number.astype(np.int64), count.astype(np.int64)
         if (frame[1:] >= frame[:-1]).all():
             return Components(frame, number, count, squares)
@@ -259,7 +259,7 @@ class FrameTable(Sequence[Frame]):
     # ---- labels
 
     def carries(self, name: str) -> np.ndarray:
-        """(n_frames,) whether each frame carries energy, forces, stress or a field."""
+        """(n_frames,) whether each frame has energy, forces, stress or a field."""
         if not any(part.has(name) for part in self.parts):
             return np.zeros(len(self), dtype=bool)
         if name == "forces":
@@ -299,14 +299,14 @@ class FrameTable(Sequence[Frame]):
 
     def frames(self, rows: np.ndarray) -> Iterator[Frame]:
         """Frames of these rows, read together."""
-        found = self.find(rows)
-        counts, ends = found.n_atoms, found.n_atoms.cumsum()
-        positions, numbers, forces = (found.atoms(name) for name in ("positions", "numbers", "forces"))
+        view = self.find(rows)
+        counts, ends = view.n_atoms, view.n_atoms.cumsum()
+        positions, numbers, forces = (view.atoms(name) for name in ("positions", "numbers", "forces"))
         cell, pbc, energy, stress, weight = (
-            found.column(name) for name in ("cell", "pbc", "energy", "stress", "weight")
+            view.column(name) for name in ("cell", "pbc", "energy", "stress", "weight")
         )
         names, indices = self._names(rows), self.column("index", rows)
-        columns = {name: (field.per == "atom", found.field(name)) for name, field in self.fields.items()}
+        columns = {name: (field.per == "atom", view.field(name)) for name, field in self.fields.items()}
         for i, (first, end) in enumerate(zip(ends - counts, ends)):
             fields = {name: values[first:end] if each else values[i] for name, (each, values) in columns.items()}
             fields = {name: np.asarray(value) for name, value in fields.items() if not np.isnan(value).all()}
@@ -342,15 +342,15 @@ class FrameTable(Sequence[Frame]):
         """Source of each of these rows."""
         names = [""] * len(rows)
         for part, places, local in self.located(rows):
-            for place, source in zip(places.tolist(), part.columns.column("source")[local].tolist()):
-                names[place] = part.columns.sources[source]
+            for row, source in zip(places.tolist(), part.columns.column("source")[local].tolist()):
+                names[row] = part.columns.sources[source]
         return names
 
     # ---- all of it
 
     @cached_property
     def systems(self) -> Systems:
-        """What weighted sampling chooses among: the sources, except that all with one given share are one system.
+        """The systems of weighted sampling: the sources, except that all sources with a common share are one system.
 
         Numbered in the order of the parts; a source of which no frame was chosen keeps its number.
         """
@@ -369,9 +369,9 @@ class FrameTable(Sequence[Frame]):
                     branches.append(part.branch)
             number_of.append(np.array([numbers[key] for key in keys], dtype=np.int64))
         of_frame = np.empty(len(self), dtype=np.int64)
-        place = {id(part.columns): table for part, table in zip(self.parts, number_of)}
+        tables = {id(part.columns): table for part, table in zip(self.parts, number_of)}
         for part, places, local in self.located(self._every):
-            of_frame[places] = place[id(part.columns)][part.columns.column("source")[local]]
+            of_frame[places] = tables[id(part.columns)][part.columns.column("source")[local]]
         return Systems(of_frame, names, shares, branches)
 
     @property
@@ -380,12 +380,12 @@ class FrameTable(Sequence[Frame]):
         return sorted({part.branch for part in self.parts}, key=lambda name: name or "")
 
     def branch_of_frame(self, names: Sequence[str | None]) -> np.ndarray:
-        """(n_frames,) int64, place of each frame's branch in `names`; -1 where it is none of them."""
-        number = {name: place for place, name in enumerate(names)}
-        found = np.empty(len(self), dtype=np.int64)
+        """(n_frames,) int64, index of each frame's branch in `names`; -1 for others."""
+        number = {name: index for index, name in enumerate(names)}
+        branch = np.empty(len(self), dtype=np.int64)
         for part, places, _ in self.located(self._every):
-            found[places] = number.get(part.branch, -1)
-        return found
+            branch[places] = number.get(part.branch, -1)
+        return branch
 
     @cached_property
     def fingerprint(self) -> str:

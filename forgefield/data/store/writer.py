@@ -71,7 +71,7 @@ LABELS = {"energy_per_atom": "eV/atom", "forces": "eV/A", "stress": "eV/A^3"}
 
 @dataclass
 class PartStatistics:
-    """What the manifest of a store says about the numbers in it."""
+    """Statistics of a part for the manifest of a store."""
 
     species: dict[str, int] = field(default_factory=dict)
     """Atoms of each species."""
@@ -114,7 +114,7 @@ class PartStatistics:
 
 
 ABOUT = "part.json"
-"""What the manifest will say about a part; written last, into its folder."""
+"""The description of a part for the manifest, written last."""
 
 
 class _GrowingColumn:
@@ -165,9 +165,11 @@ class PartWriter:
         names = list(FIELDS) + (list(EDGE_FIELDS) if graph is not None else [])
         if graph is not None and graph.max_neighbours is not None:
             names.remove("edge_reverse")
-        known = {**{name: ALL_FIELDS[name] for name in names}, **self.fields}
+        all_fields = {**{name: ALL_FIELDS[name] for name in names}, **self.fields}
         self._optional = (*OPTIONAL, *self.fields)
-        self._columns = {name: _GrowingColumn(self._folder / f"{name}.npy", field) for name, field in known.items()}
+        self._columns = {
+            name: _GrowingColumn(self._folder / f"{name}.npy", field) for name, field in all_fields.items()
+        }
         self._sources: dict[str, int] = {}
         self._ends: dict[str, int] = {}
         """Last entry of each column of offsets."""
@@ -208,7 +210,7 @@ class PartWriter:
         self._ends[name] = begin + int(values[-1])
 
     def finish(self, **more: object) -> dict[str, Any]:
-        """Make the part whole. Returns what the manifest says about it; `more` is kept along."""
+        """Complete the part. Returns its description for the manifest, including `more`."""
         if self.n_frames == 0:
             raise ForgefieldError(f"{self.target}: there is no frame to write")
         columns = {}
@@ -233,7 +235,7 @@ class PartWriter:
         return about
 
     def abandon(self) -> None:
-        """Leave nothing behind."""
+        """Remove the unfinished part."""
         for column in self._columns.values():
             column.close()
         shutil.rmtree(self._folder, ignore_errors=True)

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from forgefield.errors import ForgefieldError
 from forgefield.kernels.convolution.dispatch import EdgeHarmonics
 from forgefield.models.edges import Batch, EdgeContext
-from forgefield.models.interface import RegisteredModel, unknown_species
+from forgefield.models.interface import LastLayer, RegisteredModel, unknown_species
 from forgefield.models.mace.interaction import EdgeInputs, Interaction, Product
 from forgefield.models.mace.options import (
     PRESETS,
@@ -211,12 +211,8 @@ class MACE(RegisteredModel[MACEOptions]):
         self, batch: Batch, edges: EdgeContext | None = None, *, energies: bool = True
     ) -> tuple[Tensor, Tensor | None]:
         """Scalar features of all layers, (n_atoms, feature_dim) in the interior precision, and atomic energies."""
-        edges = edges or EdgeContext.of(batch)
-        species, graph = batch["species"], edges.graph
-        if self.is_directed:
-            graph = EdgeGraph(graph.source, graph.destination, graph.n_atoms, reverse=graph.reverse)
-        lengths = torch.linalg.vector_norm(edges.vectors, dim=1)
-        scalars = self._features(edges, self._edge_inputs(edges, lengths, species, graph))
+        species = batch["species"]
+        scalars, lengths, graph = self._scalars(batch, edges or EdgeContext.of(batch))
         features = join(scalars, 1)
         if not energies:
             return features, None
@@ -225,6 +221,27 @@ class MACE(RegisteredModel[MACEOptions]):
         atomic = sum(_selected(readout(x), head) for readout, x in readouts)
         assert isinstance(atomic, Tensor)
         return features, self._energies(atomic.double(), lengths, species, graph, head)
+
+    def last_layer(self, batch: Batch, edges: EdgeContext) -> LastLayer:
+        if self.branches:
+            raise ForgefieldError(
+                "this model has several heads; its last layer is defined for one of them (head=NAME)."
+            )
+        species = batch["species"]
+        scalars, lengths, graph = self._scalars(batch, edges)
+        readouts = cast(list[LinearReadout | GatedReadout], list(self.readouts))
+        layers = [readout.last_layer(x) for readout, x in zip(readouts, scalars[-len(readouts) :])]
+        features = torch.cat([features for features, _ in layers], 1)
+        offsets = self._energies(torch.zeros_like(features[:, 0]), lengths, species, graph, None)
+        return LastLayer(self.energy_scales * features, torch.cat([weights for _, weights in layers]), offsets)
+
+    def _scalars(self, batch: Batch, edges: EdgeContext) -> tuple[list[Tensor], Tensor, EdgeGraph]:
+        """Scalar features of each layer, lengths of the edges (n_edges,), A, and their graph."""
+        graph = edges.graph
+        if self.is_directed:
+            graph = EdgeGraph(graph.source, graph.destination, graph.n_atoms, reverse=graph.reverse)
+        lengths = torch.linalg.vector_norm(edges.vectors, dim=1)
+        return self._features(edges, self._edge_inputs(edges, lengths, batch["species"], graph)), lengths, graph
 
     def _edge_inputs(self, edges: EdgeContext, lengths: Tensor, species: Tensor, graph: EdgeGraph) -> EdgeInputs:
         dtype, switch = self.embedding.dtype, edges.gradient

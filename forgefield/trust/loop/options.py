@@ -11,8 +11,7 @@ import yaml
 
 from forgefield.config.checking import typed_section
 from forgefield.config.option import IMPORT_PATH, option, seed_option
-from forgefield.config.refusals import wrong
-from forgefield.config.sources import Sources, read_text, read_yaml
+from forgefield.config.sources import Sources, read_text, read_yaml, wrong
 from forgefield.config.typed import update
 from forgefield.errors import ForgefieldError
 from forgefield.files import find_path

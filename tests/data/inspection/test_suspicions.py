@@ -182,4 +182,4 @@ def test_data_info_takes_units_per_atom_and_refuses_a_huge_cutoff(tmp_path, caps
     assert main(["data", "info", path, "--energy-unit", "eV/atom"]) == 0
     assert "nothing suspicious" in capsys.readouterr().out
     assert main(["data", "info", path, "--cutoff", "1e6"]) == 2
-    assert "--cutoff is 1e+06; it is a length in A" in capsys.readouterr().err
+    assert "cutoff is 1e+06; it is a length in A" in capsys.readouterr().err

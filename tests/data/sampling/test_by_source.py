@@ -132,7 +132,7 @@ def test_steps_are_whole_batches_on_any_number_of_ranks(lengths, ranks, later, d
     )
     with pytest.raises(IndexError, match="no step"):
         plan.share(len(plan), 0)
-    with pytest.raises(ValueError, match="cannot start behind"):
+    with pytest.raises(ValueError, match="cannot start after"):
         plan.from_position(int(bounds[-1]) + 1)
 
 

@@ -279,7 +279,7 @@ def test_budgets_that_make_no_sense_are_refused():
         Budget("atoms", 3, bound="least")
     with pytest.raises(ForgefieldError, match=r"data\.batch\.bound is for a number of atoms or edges"):
         Budget("frames", 3, bound="lower")
-    with pytest.raises(ForgefieldError, match=r"data\.batch\.oversized=skip has no meaning for a lower bound"):
+    with pytest.raises(ForgefieldError, match=r"data\.batch\.oversized=skip does not apply to a lower bound"):
         Budget("atoms", 3, "skip", bound="lower")
     for size in (0, -3, 2.5, True, "8"):
         with pytest.raises(ForgefieldError, match=r"data\.batch\.edges is .*at least one edge"):
@@ -297,7 +297,7 @@ def test_plans_refuse_ranks_steps_and_positions_that_do_not_exist():
         plan.share(0, 2)
     with pytest.raises(IndexError, match="no step 2 among 2"):
         plan.share(2, 0)
-    with pytest.raises(ValueError, match="cannot start behind frame 6"):
+    with pytest.raises(ValueError, match="cannot start after frame 6"):
         plan.from_position(6)
     with pytest.raises(ValueError, match="no plan for 0 ranks"):
         plan.from_position(1, 0)

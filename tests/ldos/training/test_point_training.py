@@ -86,7 +86,7 @@ def test_the_test_verb_measures_snapshots_and_says_what_it_cannot(trained, capsy
     assert main(["test", str(run.path), "--which", "last", "--device", "cpu"]) == 0
     assert "s3.in.npy; last weights" in " ".join(capsys.readouterr().out.split())
     assert main(["test", str(run.path), "--data", str(folder / "s2.in.npy"), "data.cutoff=3"]) == 2
-    assert "'data.cutoff' has no meaning for test" in capsys.readouterr().err
+    assert "'data.cutoff' does not apply to test" in capsys.readouterr().err
 
 
 def test_a_share_of_the_points_is_validated_on_and_sampling_settings_hold(tmp_path):

@@ -203,7 +203,7 @@ def test_calculator_knows_which_axes_are_periodic():
         ),
         (
             {"name": "pyg", "module": f"{HERE}not_a_module"},
-            r"not_a_module is a function whose return annotation does not say that it makes a torch\.nn\.Module",
+            r"not_a_module is a function whose return annotation is not torch\.nn\.Module",
         ),
         (
             {"name": "pyg", "module": f"{HERE}lying_factory"},

@@ -1,4 +1,6 @@
-"""Hydra set up for one composition. It has one state for the whole process, which is the caller's: it is put back."""
+"""Hydra set up for one composition. It has one state per process, which belongs to the caller and is restored. Also resolvers
+for arithmetic in a config: `${int_div:${total},4}` and `${int_mul:${a},${b}}` take and return integers only.
+"""
 
 from __future__ import annotations
 
@@ -21,8 +23,8 @@ def hydra_for(folder: Path, content: dict[str, Any]) -> Iterator[None]:
     """Inside, `ENTRY` can be composed: content over what is stored as `DEFAULTS`, with files of the folder. One thread at a
     time.
 
-    Hydra's own settings (loggers, launchers, help) are not read from its files: they have no effect here, and take longer
-    than all of ours.
+    Settings of Hydra (loggers, launchers, help) are not read from its files: they have no effect here, and take longer
+    than everything else.
     """
     from hydra import initialize_config_dir
     from hydra.core.config_store import ConfigStore
@@ -30,7 +32,7 @@ def hydra_for(folder: Path, content: dict[str, Any]) -> Iterator[None]:
 
     with _one_at_a_time:
         instance, repo = GlobalHydra.instance(), ConfigStore.instance().repo
-        hydra, own = instance.hydra, repo["hydra"]["config.yaml"]
+        hydra, settings = instance.hydra, repo["hydra"]["config.yaml"]
         instance.clear()
         try:
             repo["hydra"]["config.yaml"] = _settings_without_files()
@@ -42,7 +44,7 @@ def hydra_for(folder: Path, content: dict[str, Any]) -> Iterator[None]:
         finally:
             GlobalHydra.instance().clear()
             GlobalHydra.instance().hydra = hydra
-            repo["hydra"]["config.yaml"] = own
+            repo["hydra"]["config.yaml"] = settings
             for name in (ENTRY, DEFAULTS, USER):
                 repo.pop(f"{name}.yaml", None)
 
@@ -60,3 +62,41 @@ def _settings_without_files() -> Any:
     from hydra.core.config_store import ConfigNode
 
     return ConfigNode("config.yaml", OmegaConf.structured(HydraConf(defaults=[])), "hydra", None, "hydra")
+
+
+# ---- resolvers
+
+
+def int_div(dividend: object, divisor: object) -> int:
+    """Quotient of two whole numbers, rounded down: 32, 5 -> 6."""
+    a, b = _whole("int_div", dividend), _whole("int_div", divisor)
+    if b == 0:
+        raise ValueError(f"int_div cannot divide {a} by zero")
+    return a // b
+
+
+def int_mul(a: object, b: object) -> int:
+    """Product of two whole numbers."""
+    return _whole("int_mul", a) * _whole("int_mul", b)
+
+
+RESOLVERS = {"int_div": int_div, "int_mul": int_mul}
+
+
+def register_resolvers() -> None:
+    """Register the resolvers with OmegaConf, once."""
+    for name, function in RESOLVERS.items():
+        if not OmegaConf.has_resolver(name):
+            OmegaConf.register_new_resolver(name, function)
+
+
+def _whole(resolver: str, value: object) -> int:
+    """`value` as an int. Text such as "8" counts, because `oc.env` always returns text."""
+    if isinstance(value, str):
+        try:
+            return int(value)
+        except ValueError:
+            pass
+    if isinstance(value, int) and not isinstance(value, bool):
+        return value
+    raise ValueError(f"{resolver} takes whole numbers, not {value!r}")
