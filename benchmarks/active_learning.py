@@ -12,7 +12,6 @@ Runs on one CPU core; every loop is resumed if the command is repeated.
 from __future__ import annotations
 
 import argparse
-import itertools
 import time
 from pathlib import Path
 
@@ -127,12 +126,9 @@ def loop(folder: Path, strategy: str, seed: int, iterations: int, frames: int) -
     return rows
 
 
-def labels_for(rows: list[tuple[int, float, float]], error: float) -> float | None:
-    """The number of labels after which the force MAE is at most `error`, interpolated; None if it never is."""
-    for (before, _, high), (after, _, low) in itertools.pairwise(rows):
-        if low <= error:
-            return before + (after - before) * (high - error) / max(high - low, 1e-12) if high > error else before
-    return None
+def labels_for(rows: list[tuple[int, float, float]], error: float) -> int | None:
+    """The labels of the first model whose force MAE is at most `error`; None if there is none."""
+    return next((labels for labels, _, forces in rows if forces <= error), None)
 
 
 def main() -> None:
@@ -153,10 +149,10 @@ def main() -> None:
         rows = {name: loop(args.out, name, seed, args.iterations, args.frames) for name in ("active", "random")}
         error = min(forces for _, _, forces in rows["random"])
         needed = labels_for(rows["active"], error)
-        used = next(labels for labels, _, forces in rows["random"] if forces == error)
+        used = labels_for(rows["random"], error)
         summary.append((seed, error, used, needed))
     for seed, error, used, needed in summary:
-        shown = "not reached" if needed is None else f"{needed:.0f} labels"
+        shown = "not reached" if needed is None else f"{needed} labels"
         print(f"seed {seed}: force MAE {error:.1f} meV/A: random {used} labels, active {shown}")
 
 

@@ -317,6 +317,7 @@ def predict(
     uncertainty: str | None = None,
     ensemble: Sequence[RunSource] = (),
     model_devi: str | os.PathLike[str] | None = None,
+    as_labels: bool = False,
 ) -> Path:
     """Predict the structures of `source` and return the path of the result.
 
@@ -348,6 +349,8 @@ def predict(
     uncertainty
         `energy` or `forces`: also write uncertainties of energies, or of energies and forces, as `energy_uncertainty`,
         `energies_uncertainty` (of atoms) and `forces_uncertainty`. The run must have them (`forgefield uncertainty RUN`).
+    as_labels
+        Write training data: the predictions are read as labels, and labels of `source` are left out.
     ensemble
         Additional runs; predictions are the means of all of them, with uncertainties and DeePMD-kit's deviations.
     model_devi
@@ -383,6 +386,7 @@ def predict(
         labels_required=labels_required,
         overwrite=overwrite,
         model_devi=model_devi,
+        as_labels=as_labels,
     )
 
 

@@ -56,6 +56,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--model-devi", metavar="FILE", help="write the deviations of an ensemble in DeePMD-kit's format"
     )
+    parser.add_argument(
+        "--as-labels",
+        action="store_true",
+        help="write training data: predictions are read as labels, as replay data of a fine-tuning needs them",
+    )
     group = parser.add_argument_group("LDOS runs")
     for name in ("temperature", "spacing", "electrons", "ldos"):
         add_option(group, f"--{name}", ElectronOptions, name)
@@ -93,6 +98,7 @@ def run(args: argparse.Namespace) -> int:
         uncertainty=args.uncertainty,
         ensemble=args.ensemble,
         model_devi=args.model_devi,
+        as_labels=args.as_labels,
     )
     print(f"wrote {written}")
     return 0

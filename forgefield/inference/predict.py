@@ -54,6 +54,7 @@ def predict_file(
     neighbours: str = "auto",
     overwrite: bool = False,
     model_devi: str | os.PathLike[str] | None = None,
+    as_labels: bool = False,
 ) -> Path:
     """Predict all frames of `source` (as `data.train` names sources) and write them to `out`, whose path is returned.
 
@@ -61,7 +62,8 @@ def predict_file(
     eV and A. labels_required: whether every label that `labels` names must be found, to be kept beside the predictions.
     device: where to compute; default: where the model is. neighbours: library of the neighbour lists.
     overwrite: replace `out` where it exists; files of `source` are never replaced. model_devi: for an ensemble, a file for the
-    deviations of its members in DeePMD-kit's format.
+    deviations of its members in DeePMD-kit's format. as_labels: `out` is training data: readers take the predictions as labels,
+    and labels of `source` are left out.
     Suffixes of `out`: .extxyz, .xyz, .traj, .json, .db.
     """
     if model_devi is not None and not isinstance(potential, Ensemble):
@@ -76,7 +78,9 @@ def predict_file(
         frames, values = [frame for frame, _ in part], [raw for _, raw in part]
         images = predict_frames(potential, frames, device=device, neighbours=neighbours)
         for atoms, raw in zip(images, values):
-            if raw is not None:
+            if as_labels:
+                del atoms.info[PREDICTED_BY]
+            elif raw is not None:
                 keep_values(atoms, raw, reader)
         predicted += images
     if labels_required:

@@ -164,9 +164,12 @@ def uncertainty_path(run: Run) -> Path:
 
 
 def has_uncertainty(run: Run) -> bool:
-    """Whether a run has uncertainties of its best weights."""
+    """Whether a run has uncertainties of its best weights, in a file that is not damaged."""
     path = uncertainty_path(run)
-    return path.is_file() and _note(path)["weights_sha256"] == run.read_weights("best").sha256
+    try:
+        return path.is_file() and _note(path)["weights_sha256"] == run.read_weights("best").sha256
+    except ForgefieldError:
+        return False
 
 
 def write_uncertainty(run: Run, uncertainty: LastLayerUncertainty, tensors: Mapping[str, Tensor]) -> Path:

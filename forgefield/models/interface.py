@@ -218,6 +218,11 @@ class AtomisticModel(nn.Module):
         """Energy shift of each species (n_species,), eV, a parameter or buffer; None where there is not exactly one each."""
         return None
 
+    def branch_shifts(self) -> Tensor | None:
+        """Energy shift of each species in each branch (n_branches * n_species,), eV, branch by branch; None where there is not
+        exactly one each."""
+        return None
+
     def counted_species(self) -> Tensor | None:
         """(n_species,) 1 where atoms of a species contribute to the energy, 0 where they do not; None where all do."""
         return None
@@ -252,6 +257,8 @@ class RegisteredModel(AtomisticModel, Generic[OptionsT]):
     """For adapters: the class that `model.module` must derive from. It is imported and passed on as `make`."""
     supports_adaptive_cutoff: ClassVar[bool] = False
     """Whether `data.adaptive_cutoff` can be used."""
+    adds_branches: ClassVar[bool] = False
+    """Whether branches can be added to a trained model (`add_branches`)."""
     shift_option: ClassVar[str] = "energy_shifts"
     """Name of the option that holds the energy shifts of `species_shifts`."""
     fits_shifts_to_new_energies: ClassVar[bool] = False
@@ -345,6 +352,14 @@ class RegisteredModel(AtomisticModel, Generic[OptionsT]):
     ) -> tuple[dict[str, Any], dict[str, Tensor]]:
         """One branch as a model with one energy: its resolved options and its state (empty without `state`)."""
         raise ForgefieldError(f"there is no branch '{name}': the model has one energy; leave the head out.")
+
+    @classmethod
+    def add_branches(
+        cls, resolved: Section, state: Mapping[str, Tensor], names: Sequence[str]
+    ) -> tuple[dict[str, Any], dict[str, Tensor]]:
+        """Resolved options and state of the model with the branches `names`. Those that are new start as copies: of the only
+        energy that the model has had, or of its first branch."""
+        raise ForgefieldError(f"branches cannot be added to a trained {cls.__name__}.")
 
     @classmethod
     def check_new_species(cls, resolved: Section, new: Sequence[str], source: str) -> None:

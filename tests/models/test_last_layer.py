@@ -13,7 +13,10 @@ from tests.support.structures import SPECIES, STATISTICS, TINY, make_batch, make
 from tests.support.toy_models import Morse
 
 ALLEGRO = {"name": "allegro", "l_max": 1, "num_tensor_features": 3, "num_scalar_features": 4, "num_layers": 2}
+MACE = {"name": "mace", "hidden_irreps": "4x0e + 4x1o", "max_ell": 2, "radial_mlp": [8], "mlp_irreps": "4x0e"}
 MODELS = {
+    "mace": MACE,
+    "mace with biases and repulsion": {**MACE, "readout_bias": True, "pair_repulsion": True},
     "nequip": {},
     "nequip with a deep readout": {"readout_mlp_depth": 2, "readout_mlp_nonlinearity": "silu"},
     "nequip with scales, repulsion": {"energy_scales": {"H": 0.7, "O": 1.9}, "zbl": True},

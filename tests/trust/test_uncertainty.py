@@ -7,7 +7,13 @@ import torch
 from forgefield import Calculator
 from forgefield.api import train
 from forgefield.errors import ForgefieldError
-from forgefield.inference.uncertainty import MOST_PASSES, LastLayerUncertainty, load_uncertainty, uncertainty_path
+from forgefield.inference.uncertainty import (
+    MOST_PASSES,
+    LastLayerUncertainty,
+    has_uncertainty,
+    load_uncertainty,
+    uncertainty_path,
+)
 from forgefield.models.edges import EdgeContext
 from forgefield.runs import Run
 from forgefield.trust.uncertainty import Curvature, Residuals, accumulate, calibrate, fit_uncertainty, residuals
@@ -186,6 +192,17 @@ def test_uncertainties_of_other_weights_are_refused(run) -> None:
             load_uncertainty(run)
     finally:
         path.write_bytes(content)
+
+
+def test_a_damaged_file_is_reported_and_computed_again(run) -> None:
+    fit_uncertainty(run)
+    content = uncertainty_path(run).read_bytes()
+    uncertainty_path(run).write_bytes(content[:-8] + bytes(8))
+    with pytest.raises(ForgefieldError, match=r"uncertainty\.safetensors is damaged"):
+        load_uncertainty(run)
+    assert not has_uncertainty(run)
+    fit_uncertainty(run)
+    assert has_uncertainty(run)
 
 
 def test_training_data_that_is_gone_is_reported(tmp_path) -> None:

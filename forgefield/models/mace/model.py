@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from forgefield.errors import ForgefieldError
 from forgefield.kernels.convolution.dispatch import EdgeHarmonics
 from forgefield.models.edges import Batch, EdgeContext
-from forgefield.models.interface import RegisteredModel, unknown_species
+from forgefield.models.interface import LastLayer, RegisteredModel, unknown_species
 from forgefield.models.mace.interaction import EdgeInputs, Interaction, Product
 from forgefield.models.mace.options import (
     PRESETS,
@@ -33,7 +33,7 @@ from forgefield.models.mace.options import (
 )
 from forgefield.models.mace.radial import RadialBasis, pair_radii, repulsion
 from forgefield.models.mace.readout import GatedReadout, LinearReadout
-from forgefield.models.mace.variants import branch_shifts, extended_options, extended_state, one_branch
+from forgefield.models.mace.variants import branch_shifts, extended_options, extended_state, more_branches, one_branch
 from forgefield.ops.convolution_plan import Block
 from forgefield.ops.graph import EdgeGraph, Segments, barrier, gather, join, segment_sum
 from forgefield.ops.harmonics import SphericalHarmonics
@@ -48,6 +48,7 @@ class MACE(RegisteredModel[MACEOptions]):
     convolves = True
     Options = MACEOptions
     presets = PRESETS
+    adds_branches = True
     interactions: list[Interaction]
     products: list[Product]
     energy_scales: Tensor
@@ -175,6 +176,22 @@ class MACE(RegisteredModel[MACEOptions]):
         isolated = resolved["interaction_first"] in ("plain", "density") and not resolved["readout_bias"]
         return super().isolated_energies(resolved) if isolated and not resolved.get("branches") else None
 
+    @classmethod
+    def set_shifts(cls, resolved: dict[str, Any], values: Sequence[float]) -> None:
+        names, species = cls.branch_names(resolved), resolved["species"]
+        parts = [values[start : start + len(species)] for start in range(0, len(values), len(species))]
+        tables = [dict(zip(species, part)) for part in parts]
+        resolved["energy_shifts"] = dict(zip(names, tables)) if names else tables[0]
+
+    @classmethod
+    def add_branches(
+        cls, resolved: Mapping[str, Any], state: Mapping[str, Tensor], names: Sequence[str]
+    ) -> tuple[dict[str, Any], dict[str, Tensor]]:
+        return more_branches(resolved, state, names)
+
+    def branch_shifts(self) -> Tensor | None:
+        return self.energy_shifts if self.branches else None
+
     def species_shifts(self) -> Tensor | None:
         return None if self.branches else self.energy_shifts
 
@@ -194,12 +211,8 @@ class MACE(RegisteredModel[MACEOptions]):
         self, batch: Batch, edges: EdgeContext | None = None, *, energies: bool = True
     ) -> tuple[Tensor, Tensor | None]:
         """Scalar features of all layers, (n_atoms, feature_dim) in the interior precision, and atomic energies."""
-        edges = edges or EdgeContext.of(batch)
-        species, graph = batch["species"], edges.graph
-        if self.is_directed:
-            graph = EdgeGraph(graph.source, graph.destination, graph.n_atoms, reverse=graph.reverse)
-        lengths = torch.linalg.vector_norm(edges.vectors, dim=1)
-        scalars = self._features(edges, self._edge_inputs(edges, lengths, species, graph))
+        species = batch["species"]
+        scalars, lengths, graph = self._scalars(batch, edges or EdgeContext.of(batch))
         features = join(scalars, 1)
         if not energies:
             return features, None
@@ -208,6 +221,27 @@ class MACE(RegisteredModel[MACEOptions]):
         atomic = sum(_selected(readout(x), head) for readout, x in readouts)
         assert isinstance(atomic, Tensor)
         return features, self._energies(atomic.double(), lengths, species, graph, head)
+
+    def last_layer(self, batch: Batch, edges: EdgeContext) -> LastLayer:
+        if self.branches:
+            raise ForgefieldError(
+                "this model has several heads; its last layer is defined for one of them (head=NAME)."
+            )
+        species = batch["species"]
+        scalars, lengths, graph = self._scalars(batch, edges)
+        readouts = cast(list[LinearReadout | GatedReadout], list(self.readouts))
+        layers = [readout.last_layer(x) for readout, x in zip(readouts, scalars[-len(readouts) :])]
+        features = torch.cat([features for features, _ in layers], 1)
+        offsets = self._energies(torch.zeros_like(features[:, 0]), lengths, species, graph, None)
+        return LastLayer(self.energy_scales * features, torch.cat([weights for _, weights in layers]), offsets)
+
+    def _scalars(self, batch: Batch, edges: EdgeContext) -> tuple[list[Tensor], Tensor, EdgeGraph]:
+        """Scalar features of each layer, lengths of the edges (n_edges,), A, and their graph."""
+        graph = edges.graph
+        if self.is_directed:
+            graph = EdgeGraph(graph.source, graph.destination, graph.n_atoms, reverse=graph.reverse)
+        lengths = torch.linalg.vector_norm(edges.vectors, dim=1)
+        return self._features(edges, self._edge_inputs(edges, lengths, batch["species"], graph)), lengths, graph
 
     def _edge_inputs(self, edges: EdgeContext, lengths: Tensor, species: Tensor, graph: EdgeGraph) -> EdgeInputs:
         dtype, switch = self.embedding.dtype, edges.gradient

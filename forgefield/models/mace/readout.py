@@ -22,6 +22,10 @@ class LinearReadout(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         return x @ (self.weight * self.scale)
 
+    def last_layer(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        """Features (n, n_weights) and weights (n_weights,), float64, whose product is the output of a readout with one head."""
+        return x.double(), self.weight[:, 0].double() * self.scale
+
 
 class GatedReadout(nn.Module):
     """A hidden layer of `width` neurons for each head: (n, channels) -> (n, n_heads). With `bias` two of them, with biases."""
@@ -50,11 +54,23 @@ class GatedReadout(nn.Module):
             self.leave_bias = nn.Parameter(torch.zeros(n_heads, dtype=dtype))
 
     def forward(self, x: Tensor) -> Tensor:
-        hidden = self._activated(torch.matmul(x, self.enter * self.enter_scale))  # n_heads, n, width
+        result = (self._hidden(x) @ (self.leave * self.scale)).squeeze(2).T
+        return result + self.leave_bias if self.has_bias else result
+
+    def last_layer(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        """As that of `LinearReadout`; the last weight is the bias, if there is one."""
+        features, weights = self._hidden(x)[0].double(), self.leave[0, :, 0].double() * self.scale
+        if not self.has_bias:
+            return features, weights
+        ones = torch.ones_like(features[:, :1])
+        return torch.cat([features, ones], 1), torch.cat([weights, self.leave_bias[:1].double()])
+
+    def _hidden(self, x: Tensor) -> Tensor:
+        """(n_heads, n, width)."""
+        hidden = self._activated(torch.matmul(x, self.enter * self.enter_scale))
         if self.has_bias:
             hidden = self._activated(hidden @ (self.middle * self.scale) + self.middle_bias.unsqueeze(1))
-        result = (hidden @ (self.leave * self.scale)).squeeze(2).T
-        return result + self.leave_bias if self.has_bias else result
+        return hidden
 
     def _activated(self, x: Tensor) -> Tensor:
         return x if self.gate is None else activate(self.gate, x, self.gain)

@@ -1,4 +1,5 @@
-"""Models made from a trained MACE: one of its branches alone, and the same model for more species.
+"""Models made from a trained MACE: one of its branches alone, and the same model with more branches or
+species.
 
 Several maps are divided by the root of a number of species or branches, so that weights have unit variance; where that number
 changes, weights are multiplied such that the map stays the same.
@@ -49,6 +50,35 @@ def one_branch(
             own[key] = part / count**0.5 if key.endswith(_SCALED_BY_BRANCHES) else part
     own["model.energy_scales"] = state["model.energy_scales"][number : number + 1].clone()
     own["model.energy_shifts"] = state["model.energy_shifts"][number * n_species : (number + 1) * n_species].clone()
+    return options, own
+
+
+def more_branches(
+    resolved: Mapping[str, Any], state: Mapping[str, Tensor], names: Sequence[str]
+) -> tuple[dict[str, Any], dict[str, Tensor]]:
+    """Options and state with the branches `names`; new ones are copies of the first branch, or of the only energy."""
+    before: Sequence[str] = resolved.get("branches") or []
+    missing = [name for name in before if name not in names]
+    if missing or len(names) < 2 or len(set(names)) < len(names):
+        kept = f", and all of {', '.join(before)}" if before else ""
+        raise ForgefieldError(f"model.branches is {', '.join(names)}; it needs at least two different names{kept}.")
+    options = copy.deepcopy(dict(resolved))
+    options["branches"] = list(names)
+    for key in ("energy_scales", "energy_shifts"):
+        table = resolved[key] if before else {names[0]: resolved[key]}
+        options[key] = {
+            name: copy.deepcopy(table.get(name, table[before[0] if before else names[0]])) for name in names
+        }
+    numbers = torch.tensor([before.index(name) if name in before else 0 for name in names])
+    gain = (len(names) / max(1, len(before))) ** 0.5
+    own = dict(state)
+    for key, value in state.items():
+        if key.startswith(_READOUTS):
+            chosen = value.index_select(1 if key.endswith(".weight") else 0, numbers)
+            own[key] = chosen * gain if key.endswith(_SCALED_BY_BRANCHES) else chosen
+    own["model.energy_scales"] = state["model.energy_scales"].index_select(0, numbers)
+    shifts = state["model.energy_shifts"].view(-1, len(resolved["species"]))
+    own["model.energy_shifts"] = shifts.index_select(0, numbers).flatten()
     return options, own
 
 

@@ -21,7 +21,8 @@ from forgefield.parallel.accelerators import evaluation_device
 from forgefield.parallel.reductions import StepExchange
 from forgefield.runs import Run
 from forgefield.settings import Config
-from forgefield.tasks.options import TaskOptions
+from forgefield.tasks.metrics import UNITS
+from forgefield.tasks.options import TaskOptions, quantity
 from forgefield.tasks.task import Task
 from forgefield.training.engines.choose import EngineStarter, refuse_engine
 from forgefield.training.engines.padding import plan_sizes
@@ -37,7 +38,12 @@ from forgefield.training.problem.model_options import (
     resolved_model,
     with_fitted_shifts,
 )
-from forgefield.training.problem.preflight import require_any_label, require_inputs, require_same_data
+from forgefield.training.problem.preflight import (
+    require_any_label,
+    require_inputs,
+    require_labels_of_branches,
+    require_same_data,
+)
 from forgefield.training.problem.problem import Problem, TrainingSession
 from forgefield.training.problem.transfer import Transfer, transfer
 from forgefield.training.run.checkpoint import ResumePoint
@@ -115,6 +121,7 @@ class FramesProblem(Problem):
             if name != "train":
                 require_any_label(options, name, dataset)
         self.fingerprint = " ".join(d.frames.fingerprint for d in (data.train, data.val) if d is not None)
+        require_labels_of_branches(options, data.train)
         require_same_data(self.fingerprint, ranks)
         for dataset in data.tests.values():
             require_same_data(dataset.frames.fingerprint, ranks)
@@ -222,7 +229,9 @@ class FramesProblem(Problem):
 
     @property
     def units(self) -> dict[str, str]:
-        return self.task.units
+        of_branches = [name for name in self.task.names if "." in name]
+        known = {name: UNITS[quantity(name)] for name in of_branches if quantity(name) in UNITS}
+        return known | self.task.units
 
 
 def _conversion_report(notify: Callable[[str], None]) -> Callable[[int, int | None], None]:

@@ -23,9 +23,11 @@ from forgefield.data.module import FrameData
 from forgefield.data.starter import CUTOFFS
 from forgefield.errors import ForgefieldError
 from forgefield.models.potential import Potential
+from forgefield.models.resolving import branch_names, hooks_of
 from forgefield.parallel.ranks import Ranks
 from forgefield.runs import Run
 from forgefield.settings import Config
+from forgefield.training.problem.first_predictions import FirstModel, compare_first_predictions
 from forgefield.training.problem.initial_options import SourceModel, is_proposed, require_same_options, section_of
 from forgefield.training.problem.model_options import MAX_FRAMES, batches_of_frames, evenly_spaced
 from forgefield.training.problem.transfer import Transfer, fit_shifts, set_shifts
@@ -51,6 +53,8 @@ class InitialModel:
     shifts: str
     record: dict[str, Any] = field(default_factory=dict)
     references: Any = None
+    first: FirstModel | None = None
+    """The model of the run as it is stored there; None where the run has begun."""
     new_species: list[str] = field(default_factory=list)
     """Species of the data that the model does not have yet."""
 
@@ -139,7 +143,8 @@ class InitialModel:
         ranks: Ranks,
         change: Transfer,
     ) -> str | None:
-        """Load the initial weights, on all ranks. Returns a table of fitted shifts, if any.
+        """Load the initial weights, on all ranks. Returns text: how the predictions compare with those of the first run, and a
+        table of fitted shifts, if any.
 
         resolved: options of the model; fitted shifts are changed in place.
         device: on which rank 0 fits shifts.
@@ -154,16 +159,25 @@ class InitialModel:
             counts = len(self.source.species), len(self.new_species)
             state = self.source.hooks.add_species_to_state(potential.state_dict(), state, *counts)
         potential.load_state_dict(change.initial_state(potential.state_dict(), state))
+        report = self._compare(potential, train, ranks, change)
         fits_shifts = self.source.hooks.fits_shifts_to_new_energies
         fits_new_energy = change.adds_energy and fits_shifts and train.frames.carries("energy").any()
         if self.shifts != "fit" and not fits_new_energy:
-            return None
+            return report
         fitted = ranks.broadcast(
             fit_shifts(potential, train, device=torch.device(device)) if ranks.is_rank_zero else None
         )
         set_shifts(potential, resolved, fitted.after)
         self.record["fitted_shifts"] = asdict(fitted)
-        return fitted.table()
+        return "\n".join(filter(None, (report, fitted.table())))
+
+    def _compare(self, potential: Potential, train: GraphDataset, ranks: Ranks, change: Transfer) -> str | None:
+        """See `compare_first_predictions`; None where the models have no forces to compare."""
+        has_forces = potential.has_energy and not potential.forces_are_direct and not change.adds_energy
+        if self.first is None or not has_forces or self.first.forces_are_direct:
+            return None
+        text = compare_first_predictions(self.first, potential, train, self.source.name) if ranks.is_rank_zero else None
+        return ranks.broadcast(text)
 
 
 def starts_from_run(config: Config) -> bool:
@@ -209,18 +223,23 @@ def _read(run: Run, config: Config, begun: bool, trust_code: bool) -> InitialMod
     info = first.info
     potential = first.load_potential(model["which"])
     resolved = _at_any_precision(info, model) if info.get("status") == "imported" else info["model"]
+    stored_state = state = {name: tensor.detach().clone() for name, tensor in potential.state_dict().items()}
+    section = _section(first)
+    if hooks_of(resolved).adds_branches and list(model.get("branches") or []) not in ([], branch_names(resolved)):
+        resolved, state = hooks_of(resolved).add_branches(resolved, state, model["branches"])
+        section = {**section, "branches": list(model["branches"])}
     references = select(first.settings, "data.reference_energies")
     record = {
         "run": first.name,
         "folder": str(first.path),
         "which": model["which"],
         "shifts": model["shifts"],
-        "section": _section(first),
+        "section": section,
         "reference_energies": references,
     }
-    source = SourceModel(f"run {first.name}", record["section"], resolved, first.trust)
-    state = {name: tensor.detach().clone() for name, tensor in potential.state_dict().items()}
-    return InitialModel(source, state, model["shifts"], record, references)
+    stored = FirstModel(info["model"], stored_state, first.trust)
+    source = SourceModel(f"run {first.name}", section, resolved, first.trust)
+    return InitialModel(source, state, model["shifts"], record, references, stored)
 
 
 def _section(run: Run) -> dict[str, Any]:

@@ -102,6 +102,22 @@ def require_inputs(potential: Potential, data: FrameData) -> None:
                 )
 
 
+def require_labels_of_branches(task: TaskOptions, train: GraphDataset) -> None:
+    """Raise ForgefieldError if the training frames of a branch have none of its labels: nothing would be learnt from them."""
+    targets: dict[str, list[str]] = {}
+    for name in targets_of(task):
+        branch, dot, _ = name.partition(".")
+        if dot:
+            targets.setdefault(branch, []).append(LABELS.get(quantity(name), quantity(name)))
+    for branch, names in targets.items():
+        chosen = train.frames.branch_of_frame([branch]) == 0
+        if chosen.any() and not any((train.frames.carries(name) & chosen).any() for name in names):
+            raise ForgefieldError(
+                f"None of the {chosen.sum()} training frames of the branch {branch} carries {' or '.join(names)}; give "
+                "labelled frames. (Predictions are labels only if they were written with forgefield predict --as-labels.)"
+            )
+
+
 def require_any_label(task: TaskOptions, split: str, dataset: GraphDataset | None) -> None:
     """Raise ForgefieldError if no frame of a validation or test set has a label of the task."""
     quantities = [quantity(name) for name in targets_of(task) if name != DENOISE]

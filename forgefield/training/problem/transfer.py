@@ -209,6 +209,8 @@ class ShiftFit:
 def shifts_of(potential: Potential) -> Tensor:
     """The energy shifts, (n_species,), eV: a parameter or buffer of the model. Raises ForgefieldError if it has none."""
     shifts = potential.interface.species_shifts()
+    if shifts is None:
+        shifts = potential.interface.branch_shifts()
     if shifts is not None:
         return shifts
     if potential.reference_energies is not None:
@@ -236,7 +238,7 @@ def fit_shifts(potential: Potential, dataset: GraphDataset, *, device: torch.dev
     residuals = errors - counts @ change
     before = shifts.detach().double().cpu().numpy()
     return ShiftFit(
-        species=potential.species,
+        species=_shift_names(potential),
         before=tuple(before.tolist()),
         after=tuple((before + change).tolist()),
         rms_before=_rms(errors / n_atoms),
@@ -245,12 +247,18 @@ def fit_shifts(potential: Potential, dataset: GraphDataset, *, device: torch.dev
     )
 
 
+def _shift_names(potential: Potential) -> tuple[str, ...]:
+    """What each shift belongs to: a species, or a species of a branch."""
+    branches = potential.interface.branches
+    return tuple(f"{b}.{s}" for b in branches for s in potential.species) if branches else tuple(potential.species)
+
+
 @torch.no_grad()
 def set_shifts(potential: Potential, resolved: dict[str, Any], values: Sequence[float]) -> None:
     """Set the shifts, eV, in the state and in the resolved options of the model."""
     shifts = shifts_of(potential)
     shifts.copy_(torch.tensor(values, dtype=torch.float64))
-    if potential.interface.species_shifts() is not None:
+    if potential.interface.species_shifts() is not None or potential.interface.branch_shifts() is not None:
         hooks_of(resolved).set_shifts(resolved, values)
     elif REFERENCES in resolved:
         resolved[REFERENCES] = dict(zip(potential.species, values))
@@ -260,15 +268,18 @@ def set_shifts(potential: Potential, resolved: dict[str, Any], values: Sequence[
 def _errors(
     potential: Potential, dataset: GraphDataset, rows: np.ndarray, device: torch.device
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """(n_frames, n_species): counted atoms of each species; (n_frames,): label - prediction, eV; (n_frames,): atoms."""
-    n_species, training = len(potential.species), potential.training
+    """Atoms for each shift (n_frames, n_shifts), label - prediction (n_frames,) eV, atoms (n_frames,)."""
+    n_species, training = len(_shift_names(potential)), potential.training
     counts, errors, n_atoms = [], [], []
     potential.to(device).eval()
     for batch in batches_of_frames(dataset, rows, potential.cutoff, edges=BATCH_EDGES):
         n_frames = batch["n_atoms"].shape[0]
         on_device = {key: value.to(device) for key, value in batch.items()}
         predicted = potential(on_device, forces=False)["energy"].cpu()
-        table = torch.bincount(batch["frame"] * n_species + batch["species"], minlength=n_frames * n_species)
+        kinds = batch["species"]
+        if potential.interface.branches:
+            kinds = kinds + len(potential.species) * batch["branch"][batch["frame"]]
+        table = torch.bincount(batch["frame"] * n_species + kinds, minlength=n_frames * n_species)
         counts.append(table.view(n_frames, n_species).double())
         errors.append(batch["energy"] - predicted)
         n_atoms.append(batch["n_atoms"].double())
