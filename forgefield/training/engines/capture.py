@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, TypeVar
 
 import torch
 
+from forgefield.data.batch import is_memory_error
 from forgefield.errors import ForgefieldError
 
 if TYPE_CHECKING:
@@ -39,6 +40,8 @@ def capture(
         with torch.cuda.graph(graph, pool=pool, capture_error_mode="thread_local"):
             result = function()
     except RuntimeError as error:
+        if is_memory_error(error):
+            raise
         raise ForgefieldError(
             "training.engine=graphs: the step cannot be captured, because something in it waits for the GPU or is executed by "
             f"the host ({str(error).splitlines()[0]}); use training.engine=compile or eager."
