@@ -14,45 +14,69 @@ if TYPE_CHECKING:
     from forgefield.api import (
         Calculator,
         Ensemble,
+        convert_data,
+        convert_input,
         evaluate,
+        export,
+        import_mala,
+        import_model,
+        inspect_data,
         learn,
         load,
         load_run,
         md,
         predict,
+        propose_config,
         relax,
         run_exists,
+        sample_data,
         select,
+        test,
         train,
         tune,
+        uncertainty,
     )
+    from forgefield.api import report as write_report
 
 __all__ = [
     "Calculator",
     "Ensemble",
     "ForgefieldError",
     "__version__",
+    "convert_data",
+    "convert_input",
     "evaluate",
+    "export",
+    "import_mala",
+    "import_model",
+    "inspect_data",
     "learn",
     "load",
     "load_run",
     "md",
     "predict",
+    "propose_config",
     "relax",
     "run_exists",
+    "sample_data",
     "select",
+    "test",
     "train",
     "tune",
+    "uncertainty",
+    "write_report",
 ]
 
 _FROM_API = frozenset(__all__) - {"ForgefieldError", "__version__"}
+_NAMES_IN_API = {"write_report": "report"}
+"""`forgefield.report` is a package, so the function of that name has another one here."""
 
 
 def __getattr__(name: str) -> Any:
     if name in _FROM_API:
         from forgefield import api
 
-        return getattr(api, name)
+        return getattr(api, _NAMES_IN_API.get(name, name))
     raise AttributeError(f"module 'forgefield' has no attribute '{name}'")
 
 

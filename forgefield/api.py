@@ -1,4 +1,4 @@
-"""The verbs of Forgefield as Python functions; most of them are offered by `import forgefield`."""
+"""The verbs of Forgefield as Python functions; `import forgefield` offers them."""
 
 from __future__ import annotations
 
@@ -526,27 +526,32 @@ def tune(
 
 
 def import_model(
-    program: str, request: ImportRequest, *, name: str | None = None, out: str | os.PathLike[str] = "runs"
+    program: str,
+    request: ImportRequest | str | os.PathLike[str],
+    *,
+    name: str | None = None,
+    out: str | os.PathLike[str] = "runs",
 ) -> tuple[Run, ImportedModel]:
     """Import a model of another program as a run; returns the run and a description of the model.
 
     Parameters
     ----------
     program
-        One of `models.registry.import_formats`.
+        One of `models.registry.import_formats`, such as `nequip`.
     request
-        The file and how to read it.
+        The file, or an `ImportRequest` with the file and how to read it.
     name
         Name of the run; default: that of the file.
     out
         Folder of the run.
     """
+    request = request if isinstance(request, ImportRequest) else ImportRequest(os.fspath(request))
     return create_run_from_import(program, request, name=name, out=out)
 
 
 def import_mala(file: str | os.PathLike[str], *, name: str | None = None, out: str | os.PathLike[str] = "runs") -> Run:
     """Import the model of an archive written by MALA's `save_run` as a run. name, out: as in `import_model`."""
-    return import_model("mala", ImportRequest(str(file)), name=name, out=out)[0]
+    return import_model("mala", file, name=name, out=out)[0]
 
 
 def export(

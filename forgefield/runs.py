@@ -37,9 +37,11 @@ from forgefield.models.registry import importer
 from forgefield.models.resolving import HEADS, PREDICTS, branch_names, single_branch
 from forgefield.settings import Config
 from forgefield.untrusted.documents import load_json
-from forgefield.weights import Weights, read_weights, write_weights
+from forgefield.weights import Weights, digest, read_weights, write_weights
 
 WEIGHTS = ("best", "last")
+UNCERTAINTY = "uncertainty.safetensors"
+"""Name of the file of a run's uncertainties, in its folder."""
 PACKAGE_SUFFIX = ".ff"
 
 
@@ -310,9 +312,17 @@ class Run:
             )
         return read_weights(path)
 
+    def read_uncertainty(self) -> Weights | None:
+        """The content of the file of uncertainties, verified against its checksum; None if there is none."""
+        path = self.path / UNCERTAINTY
+        return read_weights(path) if path.is_file() else None
+
 
 PACKAGE = Format("a packaged model")
-"""The format of the note in a package: `info`, `settings`, `weights`, `licence`, `created`, and `errors` by test set."""
+"""The format of the note in a package: `info`, `settings`, `weights`, `licence`, `created`, `errors` by test set, and
+`uncertainty`, the description of the uncertainties if the package has any."""
+UNCERTAINTY_TENSORS = "uncertainty:"
+"""Beginning of the names of tensors in a package that belong to the uncertainties, not to the model."""
 PACKAGE_KEY = "package"
 
 
@@ -331,6 +341,15 @@ class PackagedRun(Run):
                 f"`forgefield export RUN -o model{PACKAGE_SUFFIX}` writes a package."
             )
         return weights
+
+    @cached_property
+    def _model_weights(self) -> Weights:
+        """The weights without the tensors of the uncertainties; their digest is that of the run that was exported."""
+        weights = self._weights
+        state = {name: tensor for name, tensor in weights.state.items() if not name.startswith(UNCERTAINTY_TENSORS)}
+        if len(state) == len(weights.state):
+            return weights
+        return Weights(state, weights.about, digest(state))
 
     @cached_property
     def note(self) -> dict[str, Any]:
@@ -380,15 +399,28 @@ class PackagedRun(Run):
         """The weights of the package. It has one set, which `best` always means; `last` only if it was packaged as such."""
         if which == "last" != self.note["weights"]:
             raise ForgefieldError(f"{self.path} contains the best weights of its run, not the last ones; omit --which.")
-        return self._weights
+        return self._model_weights
+
+    def read_uncertainty(self) -> Weights | None:
+        note = self.note.get("uncertainty")
+        if not isinstance(note, dict):
+            return None
+        found = {
+            name.removeprefix(UNCERTAINTY_TENSORS): tensor
+            for name, tensor in self._weights.state.items()
+            if name.startswith(UNCERTAINTY_TENSORS)
+        }
+        return Weights(found, {"uncertainty": note}, digest(found))
 
     def writable(self, out: str | os.PathLike[str] = "runs") -> Run:
         """A run folder with the content of the package, in the folder `out`; an earlier one with equal weights is reused."""
-        run, sha256 = Run(Path(out) / self.name, trust_code=self.trust_code), self._weights.sha256
+        run, sha256 = Run(Path(out) / self.name, trust_code=self.trust_code), self._model_weights.sha256
         if not run.path.exists():
             run.checkpoints.mkdir(parents=True)
             for which in WEIGHTS:
-                write_weights(run.weights_path(which), self._weights.state, {"origin": str(self.path)})
+                write_weights(run.weights_path(which), self._model_weights.state, {"origin": str(self.path)})
+            if (uncertainty := self.read_uncertainty()) is not None:
+                write_weights(run.path / UNCERTAINTY, uncertainty.state, uncertainty.about)
             (run.path / "config.yaml").write_text(f"# unpacked from {self.path}\n" + plain_yaml(self.settings))
             run.write_info(**{**self.info, "name": self.name, "status": "imported"})
         elif not run.exists or run.read_weights("best").sha256 != sha256:

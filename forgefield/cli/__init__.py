@@ -155,6 +155,21 @@ def _overview() -> str:
     )
 
 
+REQUIRED = "the following arguments are required: "
+"""How argparse begins the message about missing arguments."""
+
+
+def _is_set(action: argparse.Action, words: Sequence[str]) -> bool:
+    """Whether an option is among the words of a command: `--out FILE`, `--out=FILE`, `-o FILE` or `-oFILE`.
+
+    True for positional arguments, which argparse reports itself.
+    """
+    short = tuple(option for option in action.option_strings if not option.startswith("--"))
+    return not action.option_strings or any(
+        word.partition("=")[0] in action.option_strings or (bool(short) and word.startswith(short)) for word in words
+    )
+
+
 class Parser(argparse.ArgumentParser):
     """argparse that takes options anywhere, accepts no abbreviations and names the nearest valid option."""
 
@@ -166,13 +181,32 @@ class Parser(argparse.ArgumentParser):
         formatter_class: type[argparse.HelpFormatter] = argparse.RawDescriptionHelpFormatter,
     ) -> None:
         super().__init__(prog=prog, description=description, formatter_class=formatter_class, allow_abbrev=False)
+        self._missing: list[argparse.Action] = []
 
     def parse(self, words: list[str]) -> argparse.Namespace:
         """All of `words`; overrides and options may stand in any order."""
         # argparse cannot mix positions freely where a verb has verbs of its own.
-        return self.parse_args(words) if self._subparsers is not None else self.parse_intermixed_args(words)
+        if self._subparsers is not None:
+            return self.parse_args(words)
+        if not {"-h", "--help"} & set(words):
+            # argparse would report missing options before it looks at the positional arguments. The usage shows that they are
+            # required.
+            self.usage = self.format_usage().removeprefix("usage: ")
+            self._missing = [action for action in self._actions if action.required and not _is_set(action, words)]
+            for action in self._missing:
+                action.required = False
+        parsed = self.parse_intermixed_args(words)
+        if self._missing:
+            self.error(REQUIRED)
+        return parsed
 
     def error(self, message: str) -> NoReturn:
+        if message.startswith(REQUIRED):
+            optional = {str(action.metavar) for action in self._actions if action.nargs == "*"}
+            named = message.removeprefix(REQUIRED).split(", ")
+            missing = [name for name in named if name and name not in optional]
+            missing += ["/".join(action.option_strings) for action in self._missing]
+            message = f"{REQUIRED}{', '.join(missing)}"
         unknown = message.partition("unrecognized arguments: ")[2].split()
         options = [option for action in self._actions for option in action.option_strings]
         if unknown and is_override(unknown[0]) and not unknown[0].startswith("-"):

@@ -21,7 +21,9 @@ examples:
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("run", help="name of a run in the folder runs/, its path, or a packaged model (.ff)")
+    parser.add_argument(
+        "run", metavar="RUN", help="name of a run in the folder runs/, its path, or a packaged model (.ff)"
+    )
     formats = export_formats()
     files = "; ".join([*(f"{program}: {entry.help}" for program, entry in formats.items()), f"{MLIAP}: .pt"])
     parser.epilog = EXAMPLES

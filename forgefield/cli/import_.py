@@ -25,8 +25,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     for program, entry in formats.items():
         programs.setdefault(entry.help, []).append(program)
     files = "; ".join(f"{', '.join(names)}: {text}" for text, names in programs.items())
-    parser.add_argument("program", choices=list(formats), help="kind of model")
-    parser.add_argument("file", help=files)
+    parser.add_argument(
+        "program", metavar="PROGRAM", choices=list(formats), help=f"kind of model: {', '.join(formats)}"
+    )
+    parser.add_argument("file", metavar="FILE", help=files)
     add_option(parser, "--name", Config, "name", default="name of the file")
     add_option(parser, "--out", Config, "out", metavar="FOLDER")
     parser.add_argument(

@@ -13,7 +13,7 @@ import torch
 from forgefield.errors import ForgefieldError
 from forgefield.formats import VERSION
 from forgefield.models.resolving import single_branch
-from forgefield.runs import PACKAGE, PACKAGE_KEY, PACKAGE_SUFFIX, PackagedRun, Run
+from forgefield.runs import PACKAGE, PACKAGE_KEY, PACKAGE_SUFFIX, UNCERTAINTY_TENSORS, PackagedRun, Run
 from forgefield.untrusted.documents import load_json
 from forgefield.weights import write_weights
 
@@ -33,8 +33,9 @@ def write_package(
 ) -> Path:
     """Write the model of a run to one file and return its path.
 
-    The file holds weights, resolved options, species, units, errors on test sets and the versions used in training. It
-    contains no code and no paths of the machine on which the model was trained.
+    The file holds weights, resolved options, species, units, errors on test sets, the versions used in training and the
+    uncertainties of these weights, if the run has any. It contains no code and no paths of the machine on which the model was
+    trained.
 
     Parameters
     ----------
@@ -71,6 +72,12 @@ def write_package(
         "created": datetime.now(timezone.utc).isoformat(timespec="seconds"),
         "errors": _test_errors(run),
     }
+    uncertainty = run.read_uncertainty() if head is None else None
+    about = uncertainty.about.get("uncertainty") if uncertainty is not None else None
+    if uncertainty is not None and isinstance(about, dict) and about.get("weights_sha256") == weights.sha256:
+        note["uncertainty"] = about
+        carried = {name: tensor for name, tensor in uncertainty.state.items() if not name.startswith("curvature_")}
+        state = {**state, **{UNCERTAINTY_TENSORS + name: tensor for name, tensor in carried.items()}}
     write_weights(path, state, {PACKAGE_KEY: note})
     return path
 

@@ -24,16 +24,15 @@ from forgefield.formats import VERSION, Format
 from forgefield.inference.evaluate import UNCERTAINTIES
 from forgefield.kernels.convolution.dispatch import evaluation
 from forgefield.models.edges import Batch, EdgeContext, StepMemory, edge_vectors
-from forgefield.models.interface import ExtraOutput
+from forgefield.models.interface import AtomisticModel, ExtraOutput
 from forgefield.models.potential import Potential
-from forgefield.runs import PackagedRun, Run
-from forgefield.weights import read_weights, write_weights
+from forgefield.models.resolving import branch_names
+from forgefield.runs import UNCERTAINTY, PackagedRun, Run
+from forgefield.weights import Weights, write_weights
 
 ENERGY, ENERGIES, FORCES = UNCERTAINTIES
 LEVELS = ("energy", "forces")
 """What uncertainties are requested: of energies alone, or of forces too, which needs many derivatives."""
-FILE = "uncertainty.safetensors"
-"""Name of the file in a run folder."""
 MOST_PASSES = 64
 """Uncertainties of forces need one derivative for each weight of the last layer. Where there are more weights, this number of
 random combinations of them is used, and standard deviations have a relative error of 1 / sqrt(2 * 64) = 9 %."""
@@ -160,14 +159,14 @@ def with_uncertainty(potential: Potential, run: Run, which: str, level: str | No
 
 def uncertainty_path(run: Run) -> Path:
     """The file of a run's uncertainties."""
-    return run.path / FILE
+    return run.path / UNCERTAINTY
 
 
 def has_uncertainty(run: Run) -> bool:
     """Whether a run has uncertainties of its best weights, in a file that is not damaged."""
-    path = uncertainty_path(run)
     try:
-        return path.is_file() and _note(path)["weights_sha256"] == run.read_weights("best").sha256
+        stored = run.read_uncertainty()
+        return stored is not None and _note(stored, run.path)["weights_sha256"] == run.read_weights("best").sha256
     except ForgefieldError:
         return False
 
@@ -194,12 +193,11 @@ def load_uncertainty(run: Run, which: str = "best") -> LastLayerUncertainty:
     """
     if which != "best":
         raise ForgefieldError("Uncertainties are those of the best weights of a run; leave which (--which) out.")
-    if isinstance(run, PackagedRun) or not uncertainty_path(run).is_file():
-        raise ForgefieldError(
-            f"Run {run.name} has no uncertainties; `forgefield uncertainty {run.path}` computes them from its training data."
-        )
-    path = uncertainty_path(run)
-    note, weights = _note(path), read_weights(path)
+    weights = run.read_uncertainty()
+    if weights is None:
+        raise ForgefieldError(f"Run {run.name} has no uncertainties; {_remedy(run)}")
+    path = run.path if isinstance(run, PackagedRun) else uncertainty_path(run)
+    note = _note(weights, path)
     if note["weights_sha256"] != run.read_weights("best").sha256:
         raise ForgefieldError(
             f"{path} was computed for other weights than the run has now; run `forgefield uncertainty {run.path}` again."
@@ -212,9 +210,28 @@ def load_uncertainty(run: Run, which: str = "best") -> LastLayerUncertainty:
     return LastLayerUncertainty(factor, note["energy_scale"], note["forces_scale"], note)
 
 
-def _note(path: Path) -> dict[str, Any]:
-    """The description in the header of the file."""
-    note = read_weights(path).about.get("uncertainty")
+def _remedy(run: Run) -> str:
+    """What to do about a run without uncertainties."""
+    if run.of_points or not run.has_energy or branch_names(run.info["model"]):
+        return "they are those of models with one energy."
+    if type(run.load_potential("best").interface).last_layer is AtomisticModel.last_layer:
+        return (
+            f"its model {run.info['model']['name']} does not define the last layer from which they are computed. Train several "
+            "models and combine them (--ensemble, forgefield.Ensemble)."
+        )
+    if isinstance(run, PackagedRun):
+        return (
+            "it is a package, and they are computed from the training data. Run `forgefield uncertainty RUN` with the run that "
+            f"it was exported from, then `forgefield export RUN -o {run.path}` again."
+        )
+    if "train" not in (run.settings.get("data") or {}):
+        return "it does not name the training data from which they are computed."
+    return f"`forgefield uncertainty {run.path}` computes them from its training data."
+
+
+def _note(stored: Weights, path: Path) -> dict[str, Any]:
+    """The description of uncertainties in `stored`, the content of the file `path`."""
+    note = stored.about.get("uncertainty")
     if not isinstance(note, dict):
         raise ForgefieldError(f"{path} is not a file of uncertainties; `forgefield uncertainty` writes it again.")
     note = UNCERTAINTY_FILE.upgrade(note, path)

@@ -108,3 +108,45 @@ def test_public_names_are_those_of_the_api():
     api = pytest.importorskip("forgefield.api")
     for name in ("Calculator", "load", "load_run", "run_exists", "train"):
         assert getattr(forgefield, name) is getattr(api, name)
+
+
+@pytest.mark.parametrize(
+    ("words", "missing"),
+    [
+        (["test"], "RUN"),
+        (["predict"], "RUN, FILE, -o/--out"),
+        (["predict", "water", "new.xyz"], "-o/--out"),
+        (["predict", "-oout.xyz", "water"], "FILE"),
+        (["import"], "PROGRAM, FILE"),
+        (["select", "water", "--number=3"], "POOL, -o/--out"),
+    ],
+    ids=lambda value: " ".join(value) if isinstance(value, list) else value,
+)
+def test_missing_arguments_are_named_as_in_the_usage(words, missing, capsys):
+    assert cli.main(words) == 2
+    message, usage = capsys.readouterr().err.split("\n", 1)
+    assert message == f"error: the following arguments are required: {missing}."
+    for name in missing.split(", "):
+        assert name.split("/")[0] in usage
+        assert f"[{name.split('/')[0]}" not in usage
+
+
+IN_PYTHON = {
+    "init": ["propose_config"],
+    "data": ["inspect_data", "convert_data", "sample_data"],
+    "convert-config": ["convert_input"],
+    "import": ["import_model"],
+    "report": ["write_report"],
+}
+"""Functions for verbs that have another name in Python."""
+WITHOUT_FUNCTION = ("check", "bench", "lammps", "completion")
+
+
+@pytest.mark.parametrize("verb", [verb for verb in cli.VERBS if verb not in WITHOUT_FUNCTION])
+def test_every_verb_is_a_documented_function(verb):
+    page = (ROOT / "docs" / "reference" / "python.md").read_text()
+    for name in IN_PYTHON.get(verb, [verb]):
+        assert name in forgefield.__all__
+        function = getattr(forgefield, name)
+        assert callable(function)
+        assert f"autofunction:: forgefield.api.{'report' if name == 'write_report' else name}\n" in page

@@ -15,6 +15,8 @@ from forgefield import api
 from forgefield.cli import main
 from forgefield.errors import ForgefieldError
 from forgefield.inference.packages import write_package
+from forgefield.inference.uncertainty import has_uncertainty
+from forgefield.models.importing import ImportRequest
 from forgefield.runs import PackagedRun, Run
 from forgefield.weights import read_weights, write_weights
 from tests.fixtures.make_edition_1 import FINISHED
@@ -90,6 +92,40 @@ def test_a_package_names_no_folder_of_the_machine_and_keeps_licence_and_errors(
     again = Run.open("again.ff")
     assert isinstance(again, PackagedRun)
     assert (again.note["licence"], again.note["errors"]) == (package.note["licence"], package.note["errors"])
+
+
+def test_a_package_has_the_uncertainties_of_its_run(edition: Path) -> None:
+    with pytest.raises(ForgefieldError, match="`forgefield uncertainty .*nequip` computes them"):
+        forgefield.predict("nequip", "bare.extxyz", "none.extxyz", uncertainty="energy")
+    write_package(Run.open("nequip"), "without.ff")
+    with pytest.raises(ForgefieldError, match="forgefield export RUN -o without.ff` again"):
+        forgefield.predict("without.ff", "bare.extxyz", "none.extxyz", uncertainty="energy")
+    forgefield.uncertainty("nequip")
+    write_package(Run.open("nequip"), "model.ff")
+    write_package(Run.open("model.ff"), "again.ff")
+    for model in ("nequip", "model.ff", "again.ff"):
+        forgefield.predict(model, "bare.extxyz", f"{model}.extxyz", uncertainty="energy")
+    assert Path("nequip.extxyz").read_bytes() == Path("model.ff.extxyz").read_bytes()
+    assert Path("nequip.extxyz").read_bytes() == Path("again.ff.extxyz").read_bytes()
+    assert read("model.ff.extxyz", 0).info["energy_uncertainty"] > 0
+    assert Run.open("model.ff").read_weights("best").sha256 == Run.open("nequip").read_weights("best").sha256
+    forgefield.load("model.ff")
+    forgefield.test("model.ff", "test.extxyz", uncertainty="energy")
+    assert has_uncertainty(Run.open("runs/model"))
+    run = Run.open("nequip")
+    write_weights(
+        run.weights_path("last"), {name: 2 * tensor for name, tensor in run.read_weights("last").state.items()}, {}
+    )
+    write_package(run, "last.ff", which="last")
+    assert Run.open("last.ff").read_uncertainty() is None  # they are those of the best weights
+
+
+def test_a_model_without_last_layer_is_not_advised_to_compute_uncertainties(edition: Path) -> None:
+    request = ImportRequest("ase.calculators.emt.EMT", species=["Cu", "Au"])
+    run, _ = forgefield.import_model("ase", request)
+    with pytest.raises(ForgefieldError, match=r"does not define the last layer .* forgefield\.Ensemble") as error:
+        forgefield.Calculator(run.path, uncertainty="energy", trust_code=True)
+    assert "forgefield uncertainty" not in str(error.value)
 
 
 @pytest.mark.parametrize(
