@@ -41,6 +41,7 @@ from forgefield.report.page import write_report
 from forgefield.runs import Run, create_run_from_import, run_exists
 from forgefield.settings import Config
 from forgefield.training.fit import TrainingResult, fit
+from forgefield.training.problem.preflight import check_model_section
 from forgefield.training.run.folder import config_of_run
 from forgefield.training.run.journal import Journal
 from forgefield.training.trainer import requested_processes
@@ -166,6 +167,7 @@ def _train_in_processes(
     config: Config, n: int, *, fresh: bool, log: Path | None, log_mode: str, trust_code: bool
 ) -> TrainingResult:
     """Start n processes on this machine that train together, and wait for them."""
+    check_model_section(config)  # the processes read a copy of the config, whose lines are not those of the user's file
     with tempfile.TemporaryDirectory(prefix="forgefield-") as folder:
         path = Path(folder) / f"{config.name}.yaml"
         path.write_text(commented_yaml(config))

@@ -189,7 +189,7 @@ def test_frames(
     reader = LabelReader(labels, units)
     frames = read_table(data, labels, units, lazy=is_lazy(options), required=labels_required, reader=reader)
     require_same_data(frames.fingerprint, ranks)
-    dataset = GraphDataset(frames, SpeciesTable(run.species), run.graph)
+    dataset = GraphDataset(frames, SpeciesTable(run.species, trained=True), run.graph)
     batch = evaluation_budget(options)
     errors = evaluate(
         run,

@@ -113,7 +113,7 @@ class Subject:
         return run_checks(
             self.potential,
             frames,
-            SpeciesTable(self.potential.species),
+            SpeciesTable(self.potential.species, trained=True),
             graph_of(self.potential).reach,
             generator=generator,
             reference_energies=energies,

@@ -37,7 +37,7 @@ from forgefield.config.components import also_look_in
 from forgefield.config.deepmd import is_deepmd_input, read_input, translate
 from forgefield.config.hydra import DEFAULTS, ENTRY, RESOLVERS, USER, hydra_for, register_resolvers, store
 from forgefield.config.nearest import did_you_mean
-from forgefield.config.sources import Sources, first_line, read_text, read_yaml
+from forgefield.config.sources import Sources, first_line, read_text, read_yaml, remember_sources
 from forgefield.config.trust import Trust, named_code, refuse_interpolations
 from forgefield.errors import ForgefieldError
 from forgefield.settings import Config, as_dict, has_points
@@ -118,6 +118,7 @@ def load_config(
             trust.require(path, where)
     elif sources.main is not None:
         also_look_in(folder)
+    remember_sources(config, sources)
     return config
 
 

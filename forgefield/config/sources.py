@@ -6,7 +6,9 @@ gets its location from `Sources.where`.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import re
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -101,6 +103,28 @@ class Sources:
         if isinstance(value, yaml.ScalarNode) and value.value == "???":
             self.missing.add(dotted)
         self._walk(value, file, dotted)
+
+
+_SOURCES = "_sources"
+"""Attribute of a config that holds where its settings come from, for checks that are made after it was loaded."""
+
+
+def remember_sources(config: object, sources: Sources) -> None:
+    """Let `naming_the_line` find the locations of the settings of `config`."""
+    setattr(config, _SOURCES, sources)
+
+
+@contextmanager
+def naming_the_line(config: object, section: str) -> Iterator[None]:
+    """Inside, an error whose message begins with a key of `section` gets the location that set this key, if it is known."""
+    try:
+        yield
+    except ForgefieldError as error:
+        key = re.match(rf"{section}(\.\w+)*", str(error))
+        sources = getattr(config, _SOURCES, None)
+        if key is None or sources is None or not sources.explicit(key[0]):
+            raise
+        raise ForgefieldError(f"{sources.where(key[0])}: {error}") from error
 
 
 def wrong(sources: Sources, key: str, value: object, expected: str) -> ForgefieldError:

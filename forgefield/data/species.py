@@ -15,10 +15,11 @@ from forgefield.errors import ForgefieldError
 class SpeciesTable:
     """Chemical symbols in a fixed order; `index` turns atomic numbers into positions in that order."""
 
-    def __init__(self, symbols: Iterable[str], *, whose: str | None = None) -> None:
-        """whose: the run whose model determines the species, for messages; None: data.species or the data."""
+    def __init__(self, symbols: Iterable[str], *, whose: str | None = None, trained: bool = False) -> None:
+        """whose: the run whose model determines the species, for messages; None: data.species or the data. trained: whether
+        they are those of a model that has been trained."""
         self.symbols: tuple[str, ...] = tuple(symbols)
-        self.whose = whose
+        self.whose, self.trained = whose, trained
         if not self.symbols:
             raise ForgefieldError("data.species is empty; it should list at least one chemical element")
         for symbol in self.symbols:
@@ -60,6 +61,10 @@ class SpeciesTable:
                 )
             raise ForgefieldError(
                 f"{where}: it contains {symbol}, which is not one of the species of the model ({', '.join(self.symbols)}); "
-                "add training frames with it, or list it in data.species"
+                + (
+                    f"to predict it, train a new model with frames that contain {symbol}"
+                    if self.trained
+                    else "add training frames with it, or list it in data.species"
+                )
             )
         return rows

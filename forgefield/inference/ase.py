@@ -179,7 +179,7 @@ class Calculator(AseCalculator):
         known = type(self).implemented_properties if self.potential.has_energy else []
         known = ["forces"] if self.forces_are_direct and not known else known
         self.implemented_properties = [*known, *self.potential.extra_outputs, *self.potential.uncertainty_outputs]
-        self.species = SpeciesTable(self.potential.species)
+        self.species = SpeciesTable(self.potential.species, trained=True)
         self.neighbours = VerletList(graph_of(self.potential), skin)
 
     def calculate(

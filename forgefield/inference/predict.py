@@ -161,7 +161,9 @@ def predict_frames(
     potential: Potential, frames: Sequence[Frame], *, device: str | torch.device | None = None, neighbours: str = "auto"
 ) -> list[Atoms]:
     """New `Atoms` with the predictions of one batch as calculator results and the frames' labels under REF_ names."""
-    batch = batch_from_frames(list(frames), SpeciesTable(potential.species), graph_of(potential, neighbours))
+    batch = batch_from_frames(
+        list(frames), SpeciesTable(potential.species, trained=True), graph_of(potential, neighbours)
+    )
     any_volume = any(frame.volume > 0 for frame in frames)
     with evaluating(potential, device) as place:
         outputs, extra = evaluate_batch(potential, to_device(batch, place), forces=True, stress=any_volume)

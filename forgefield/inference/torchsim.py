@@ -87,7 +87,7 @@ class Model(ModelInterface):  # type: ignore[misc]
                 f"This model predicts {', '.join(self.potential.extra_outputs) or 'noise'} but no energy, "
                 "which torch-sim needs."
             )
-        self.species = SpeciesTable(self.potential.species)
+        self.species = SpeciesTable(self.potential.species, trained=True)
         graph = graph_of(self.potential)
         all_pairs = graph.adaptive_cutoff is None and graph.max_neighbours is None
         batched = self._device.type == "cuda" and all_pairs

@@ -47,7 +47,10 @@ def check_keys(
     hints = typing.get_type_hints(options)
     for key, value in section.items():
         if key not in names:
-            hint = f" Did you mean '{KEYS[key]}'?" if key in KEYS else did_you_mean(key, [*names, *also])
+            elsewhere = KEYS.get(key)
+            if elsewhere is not None and elsewhere.startswith("model."):
+                elsewhere = elsewhere if elsewhere.removeprefix("model.") in names else None
+            hint = did_you_mean(key, [*names, *also]) if elsewhere is None else f" Did you mean '{elsewhere}'?"
             raise ForgefieldError(f"{where}.{key} is not an option of {what}.{hint}")
         if not _matches(value, hints[key]):
             raise ForgefieldError(f"{where}.{key} is {value!r}; it must be {_describe_type(hints[key])}.")

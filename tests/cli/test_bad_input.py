@@ -151,3 +151,27 @@ def test_a_label_that_was_typed_and_is_nowhere_is_an_error_also_where_labels_are
         assert main(words) == 0
         message = fails(capsys, *words, "data.labels.energy=my_energy")
         assert "my_energy" in message
+
+
+def test_options_of_models_are_refused_with_file_and_line(work, capsys):
+    save(work, emt_frames(6, seed=0))
+    path = work / "my.yaml"
+    path.write_text("data: {train: frames.extxyz}\nmodel:\n  name: nequip\n  num_layer: 3\n")
+    assert f"{path}, line 4: model.num_layer is not an option of this model. Did you mean 'num_layers'?" in fails(
+        capsys, "train", str(path)
+    )
+    assert "command line ('model.l_max=x'): model.l_max is 'x'" in fails(
+        capsys, "train", str(path), "~model.num_layer", "model.l_max=x"
+    )
+    assert f"{path}, line 4: model.num_layer" in fails(capsys, "train", str(path), "trainer.devices=2")
+    path.write_text("data: {train: frames.extxyz}\nmodel:\n  name: nequp\n")
+    assert f"{path}, line 3: model.name is 'nequp'" in fails(capsys, "train", str(path))
+
+
+def test_options_of_other_models_are_not_suggested(work, capsys):
+    save(work, emt_frames(6, seed=0))
+    path = work / "my.yaml"
+    path.write_text("data: {train: frames.extxyz}\nmodel: {name: mace, num_channels: 16}\n")
+    assert fails(capsys, "train", str(path)).endswith("model.num_channels is not an option of this model.")
+    path.write_text("data: {train: frames.extxyz}\nmodel: {name: nequip, num_channels: 16}\n")
+    assert fails(capsys, "train", str(path)).endswith("Did you mean 'model.num_features'?")

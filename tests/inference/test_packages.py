@@ -164,3 +164,17 @@ def test_a_package_of_a_users_model_needs_permission_to_import_it(edition: Path,
     with pytest.raises(ForgefieldError, match="--trust-code"):
         forgefield.load("evil.ff")
     assert not Path("executed").exists()
+
+
+def test_species_that_the_model_does_not_have_need_another_model(edition: Path) -> None:
+    atoms = read("bare.extxyz", 0)
+    atoms.symbols[0] = "Fe"
+    atoms.write("iron.extxyz")
+    atoms.calc = forgefield.Calculator("nequip")
+    for attempt in (
+        atoms.get_potential_energy,
+        lambda: forgefield.predict("nequip", "iron.extxyz", "out.extxyz"),
+        lambda: forgefield.test("nequip", "iron.extxyz"),
+    ):
+        with pytest.raises(ForgefieldError, match="train a new model with frames that contain Fe"):
+            attempt()

@@ -18,6 +18,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from forgefield.config.sources import naming_the_line
 from forgefield.config.trust import CONFIG
 from forgefield.data.batch import Batch, BatchSpec, Noise, with_edges
 from forgefield.data.dataset import GraphDataset
@@ -125,19 +126,20 @@ def batch_spec(
 
 def resolved_model(config: Config, data: FrameData) -> dict[str, Any]:
     """Resolved options of the config's model; see `models.resolving.resolve_model`."""
-    task, outputs = config.task, direct_outputs(config.model, trust=CONFIG)
-    return resolve_model(
-        config.model,
-        species=data.species.symbols,
-        cutoff=config.cutoff,
-        adaptive_cutoff=config.data.adaptive_cutoff,
-        max_neighbours=config.data.max_neighbours,
-        statistics=asdict(data.statistics) | _without_repulsion(config, data) | _measured(config, data),
-        heads={} if task is None or outputs else head_specifications(task, data),
-        has_energy=task is None or has_energy(task),
-        units=output_units(outputs, task, data) if outputs else None,
-        trust=CONFIG,
-    )
+    with naming_the_line(config, "model"):
+        task, outputs = config.task, direct_outputs(config.model, trust=CONFIG)
+        return resolve_model(
+            config.model,
+            species=data.species.symbols,
+            cutoff=config.cutoff,
+            adaptive_cutoff=config.data.adaptive_cutoff,
+            max_neighbours=config.data.max_neighbours,
+            statistics=asdict(data.statistics) | _without_repulsion(config, data) | _measured(config, data),
+            heads={} if task is None or outputs else head_specifications(task, data),
+            has_energy=task is None or has_energy(task),
+            units=output_units(outputs, task, data) if outputs else None,
+            trust=CONFIG,
+        )
 
 
 def requested_task(config: Config, data: FrameData) -> TaskOptions:

@@ -9,6 +9,7 @@ import numpy as np
 import torch
 from torch import nn
 
+from forgefield.config.sources import naming_the_line
 from forgefield.config.template import commented_yaml
 from forgefield.config.trust import CONFIG
 from forgefield.data.dataset import GraphDataset
@@ -29,8 +30,16 @@ from forgefield.training.problem.initial_model import refuse_itself, starts_from
 from forgefield.training.weighting import weighting_options
 
 
+def check_model_section(config: Config) -> None:
+    """Raise ForgefieldError for a model or an option of it that does not exist, naming the line that sets it."""
+    if not starts_from_run(config):
+        with naming_the_line(config, "model"):
+            check_model(config.model, trust=CONFIG)
+
+
 def check_settings(config: Config, options: dict[str, Any], ranks: Ranks) -> None:
     """Raise ForgefieldError for settings that cannot work. options: the config's `trainer` section."""
+    check_model_section(config)
     if starts_from_run(config):
         refuse_itself(config)
     else:
