@@ -80,7 +80,7 @@ def test_links_lead_somewhere(page):
 @by_page
 def test_files_of_the_project_that_are_named_exist(page):
     for name in re.findall(PATHS, read(page)):
-        assert list(ROOT.glob(name)), name
+        assert "/_build/" in name or list(ROOT.glob(name)), name  # `make docs` writes there
 
 
 @by_page
