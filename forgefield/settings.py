@@ -37,9 +37,9 @@ class Config:
     data: DataOptions = field(default_factory=DataOptions)
     """Training data, and how it is split, read and batched."""
     model: dict[str, Any] = field(default_factory=lambda: {"name": "nequip", "preset": "S"})
-    """The model: a built-in name or an import path, and its options; presets S, M, L and XL set options that are not given.
-    {from: RUN, which: best, shifts: keep} starts from the model of a run; shifts: fit adapts its energy shifts to the new
-    data."""
+    """The model: a built-in name or an import path, and its options; a preset (S, M, L or XL; of mace SMALL, MEDIUM or
+    LARGE) sets options that are not given. {from: RUN, which: best, shifts: keep} starts from the model of a run; shifts: fit
+    adapts its energy shifts to the new data."""
     task: TaskOptions | None = None
     """Targets of the training. Default (null): energy, and forces if the data contains them."""
     training: TrainingOptions = field(default_factory=TrainingOptions)

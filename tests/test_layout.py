@@ -10,7 +10,7 @@ import pytest
 
 TESTS = Path(__file__).parent
 PACKAGE = TESTS.parent / "forgefield"
-OF_NO_PACKAGE = {"compatibility", "fuzz", "gpu"}
+OF_NO_PACKAGE = {"compatibility", "docs", "fuzz", "gpu"}
 """Folders of tests that concern several packages."""
 
 

@@ -10,6 +10,7 @@ import argparse
 
 from forgefield.cli.arguments import device_name, refuse_files
 from forgefield.cli.importing import for_good
+from forgefield.text import counted
 
 EXAMPLES = """\
 examples:
@@ -39,6 +40,6 @@ def run(args: argparse.Namespace) -> int:
     result = api.learn(
         args.loop, *overrides, device=device_name(args.device), notify=lambda text: print(text, flush=True)
     )
-    print(f"model: {result.run.path} ({result.labels} labels computed)")
+    print(f"model: {result.run.path} ({counted(result.labels, 'label')} computed)")
     print(f"page: {result.folder / 'learning.html'}")
     return 0

@@ -31,7 +31,7 @@ def run(args: argparse.Namespace) -> int:
         from forgefield import api
 
     result = api.md(args.run, args.start, args.out, **structure_arguments(args, DynamicsOptions))
-    print(*result.trajectories, f"wrote {result.file}", sep="\n")
+    print(*result.trajectories, *([] if result.was_complete else [f"wrote {result.file}"]), sep="\n")
     return 1 if result.exploded else 0
 
 

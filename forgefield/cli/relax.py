@@ -28,7 +28,8 @@ def run(args: argparse.Namespace) -> int:
         from forgefield import api
 
     result = api.relax(args.run, args.start, args.out, **structure_arguments(args, RelaxOptions))
-    print(f"wrote {result.file}")
+    if not result.was_complete:
+        print(f"wrote {result.file}")
     if result.unconverged:
         print(f"{len(result.unconverged)} of {len(result.structures)} structures did not converge")
     return 1 if result.unconverged else 0

@@ -163,7 +163,7 @@ def flag_help(cls: type, name: str, *, default: str | None = None) -> str:
     entry = _entry(cls, field)
     first = first_sentence(entry.description)
     text = first if first[:2].isupper() else first[:1].lower() + first[1:]
-    text += f", {entry.unit}" if entry.unit else ""
+    text += f", {entry.unit}" if entry.unit and entry.unit not in text.split() else ""
     choices = [flow(choice) for choice in limits_of(field).choices]
     if entry.type.startswith("list") and not all(choice in text for choice in choices):
         text += f": {', '.join(choices)}"

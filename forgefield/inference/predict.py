@@ -79,7 +79,7 @@ def predict_file(
         images = predict_frames(potential, frames, device=device, neighbours=neighbours)
         for atoms, raw in zip(images, values):
             if as_labels:
-                del atoms.info[PREDICTED_BY]
+                _leave_predictions_only(atoms)
             elif raw is not None:
                 keep_values(atoms, raw, reader)
         predicted += images
@@ -112,6 +112,13 @@ def keep_labels(atoms: Atoms, frame: Frame) -> None:
         atoms.arrays["REF_forces"] = np.array(frame.forces)
     if frame.stress is not None:
         atoms.info["REF_stress"] = np.array(frame.stress)
+
+
+def _leave_predictions_only(atoms: Atoms) -> None:
+    """Remove labels of the source and the mark of predictions, so that readers take the predictions as labels."""
+    for values in (atoms.info, atoms.arrays):
+        for name in [name for name in values if name == PREDICTED_BY or name.startswith("REF_")]:
+            del values[name]
 
 
 def keep_values(atoms: Atoms, raw: RawFrame, reader: LabelReader) -> None:

@@ -168,10 +168,7 @@ class AtomisticModel(nn.Module):
     def last_layer(self, batch: Batch, edges: EdgeContext) -> LastLayer:
         """The last layer of the network, in which atomic energies are linear. It is what uncertainties of a trained model are
         computed from (`forgefield.trust.uncertainty`)."""
-        raise ForgefieldError(
-            f"{type(self).__name__} does not define its last layer (it has no method last_layer(batch, edges)), from which "
-            "uncertainties of a single model are computed; train several models and combine them with forgefield.Ensemble."
-        )
+        raise no_last_layer(type(self))
 
     def energy_parameters(self) -> Iterable[nn.Parameter]:
         """Parameters that energies depend on and features do not; they are frozen where no energy is trained."""
@@ -466,6 +463,14 @@ class PlainModule(AtomisticModel):
 
     def in_float64(self) -> nn.Module:
         return copy.deepcopy(self.module).to(torch.float64)
+
+
+def no_last_layer(model: type[nn.Module]) -> ForgefieldError:
+    """The error of models without `AtomisticModel.last_layer`."""
+    return ForgefieldError(
+        f"{model.__name__} does not define its last layer (it has no method last_layer(batch, edges)), from which "
+        "uncertainties of a single model are computed; train several models and combine them with forgefield.Ensemble."
+    )
 
 
 def declared(model: nn.Module) -> AtomisticModel:

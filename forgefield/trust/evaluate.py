@@ -71,7 +71,8 @@ DEFAULT_FRAMES = 1
 
 @dataclass
 class EvaluationReport:
-    """The result of `forgefield.evaluate`. results: one dictionary per evaluation and structure, as in `evaluation.json`."""
+    """The result of `forgefield.evaluate`. results: one dictionary per requested evaluation and structure, as in
+    `evaluation.json`, which has the stored results of other evaluations as well."""
 
     folder: Path
     suite: str
@@ -158,7 +159,8 @@ def run_evaluation(
     notify(f"{suite}: {', '.join(names := _labels(starts))} ({named}); results in {folder}")
     report = EvaluationReport(folder, suite)
     identity = model_identity(run, which, head)
-    for evaluation in evaluations:
+    shown: list[dict[str, Any]] = []
+    for evaluation in SUITES[suite]:
         for index in range(len(starts) if evaluation.per_structure else 1):
             label = names[index] if evaluation.per_structure else ""
             setting = Setting(
@@ -172,19 +174,25 @@ def run_evaluation(
                 identity=identity,
                 notify=lambda text: notify(f"    {text}"),
             )
-            result = _evaluate(evaluation, setting, compared, label)
+            description = _description(setting, compared)
+            stored = _stored_result(setting.folder / f"{setting.stem}.json", description)
+            if evaluation not in evaluations:
+                shown += [stored] if stored is not None else []
+                continue
+            result = stored or _evaluate(evaluation, setting, compared, label, description)
             report.results.append(result)
-            for line in summary_lines(result):
+            shown.append(result)
+            for line in summary_lines(result, stored=stored is not None):
                 notify(line)
     about = {"run": run.name, "suite": suite, "weights": which, "reference": compared.name, "structures": names}
-    content = {**about, "options": dataclasses.asdict(settings), "results": report.results}
+    content = {**about, "options": dataclasses.asdict(settings), "results": shown}
     write_atomically(folder / "evaluation.json", json.dumps(content, indent=1))
     write_evaluation_page(folder)
     return report
 
 
-def _evaluate(evaluation: Evaluation, setting: Setting, reference: Reference, label: str) -> dict[str, Any]:
-    """The stored result of an evaluation, or a new one, which is stored."""
+def _description(setting: Setting, reference: Reference) -> str:
+    """A text that is different for different models, structures, options and references."""
     described = json.dumps(
         [
             setting.identity,
@@ -194,11 +202,14 @@ def _evaluate(evaluation: Evaluation, setting: Setting, reference: Reference, la
             reference.numbers,
         ]
     )
-    description = hashlib.sha256(described.encode()).hexdigest()[:16]
+    return hashlib.sha256(described.encode()).hexdigest()[:16]
+
+
+def _evaluate(
+    evaluation: Evaluation, setting: Setting, reference: Reference, label: str, description: str
+) -> dict[str, Any]:
+    """The result of an evaluation, which is stored unless it failed."""
     path = setting.folder / f"{setting.stem}.json"
-    stored = _stored_result(path, description)
-    if stored is not None:
-        return stored
     marker = _remove_other_trajectories(setting, description)
     began = time.monotonic()
     result: dict[str, Any] = {
@@ -260,10 +271,11 @@ def _paired(key: str, model: Measurement, reference: Measurement | None, numbers
     return {"values": values, "panels": panels, "notes": notes}
 
 
-def summary_lines(result: dict[str, Any]) -> list[str]:
-    """Lines about one evaluation for the terminal."""
+def summary_lines(result: dict[str, Any], *, stored: bool = False) -> list[str]:
+    """Lines about one evaluation for the terminal. stored: whether it was done by an earlier call."""
     title = f"{result['title']}{', ' if result['structure'] else ''}{result['structure']}"
-    lines = [f"{title} ({result.get('seconds', 0.0):.1f} s)"]
+    duration = "stored" if stored else f"{result.get('seconds', 0.0):.1f} s"
+    lines = [f"{title} ({duration})"]
     for value in result["values"]:
         shown = "none" if value["model"] is None else f"{value['model']:.6g} {value['unit']}".rstrip()
         other = "" if value["reference"] is None else f"   (reference {value['reference']:.6g})"

@@ -17,7 +17,7 @@ class DynamicsOptions:
     ensemble: str = option("nvt", choices=ENSEMBLES)
     """What is constant: nve (energy), nvt (temperature) or npt (temperature and pressure)."""
     temperature: float | None = option(None, above=0, unit="K")
-    """Temperature of the thermostat, and of the initial velocities of structures without any."""
+    """Temperature of the thermostat (required for nvt and npt), and of the initial velocities of structures without any."""
     pressure: float = option(0.0, unit="GPa")
     """Pressure of the barostat (npt)."""
     ps: float = option(10.0, above=0, unit="ps")
@@ -49,7 +49,7 @@ class RelaxOptions:
     """How structures are relaxed."""
 
     cell: bool = False
-    """Whether the cell is relaxed too."""
+    """Relax the cell, too."""
     pressure: float = option(0.0, unit="GPa")
     """Pressure at which the cell is relaxed."""
     fmax: float = option(0.01, above=0, unit="eV/A")

@@ -20,6 +20,7 @@ from ase.optimize import BFGS, FIRE, LBFGS
 
 from forgefield.errors import ForgefieldError
 from forgefield.files import write_atomically
+from forgefield.text import counted
 from forgefield.trust.dynamics import forget_structures
 from forgefield.trust.options import RelaxOptions
 from forgefield.trust.structures import digest, frame_file, snapshot
@@ -47,8 +48,8 @@ class Relaxed:
     def __str__(self) -> str:
         outcome = "converged" if self.converged else f"not converged{f': {self.reason}' if self.reason else ''}"
         return (
-            f"structure {self.start}: {outcome} after {self.steps} steps, {self.energy:.4f} eV ({self.change:+.4f} eV), "
-            f"largest force {self.fmax:.2g} eV/A"
+            f"structure {self.start}: {outcome} after {counted(self.steps, 'step')}, energy {self.energy:.4f} eV (changed by "
+            f"{self.change:+.4f} eV), largest force {self.fmax:.2g} eV/A"
         )
 
 
@@ -58,6 +59,8 @@ class Relaxation:
 
     file: Path
     structures: list[Relaxed] = field(default_factory=list)
+    was_complete: bool = False
+    """Whether the file was complete before, so that nothing was relaxed."""
 
     @property
     def unconverged(self) -> list[Relaxed]:
@@ -115,7 +118,8 @@ def relax_structures(
         frames.cut(size)
     elif out.exists() and frames.size() > 0:
         raise ForgefieldError(f"{out} exists already and is not an interrupted relaxation; --force overwrites it.")
-    if len(done) == len(structures):
+    was_complete = len(done) == len(structures)
+    if was_complete:
         notify(f"{out}: this relaxation is complete; nothing to do.")
     for index in range(len(done), len(structures)):
         atoms = structures[index].copy()
@@ -130,7 +134,7 @@ def relax_structures(
         }
         write_atomically(path, json.dumps(record))
         notify(str(relaxed))
-    return Relaxation(out, done)
+    return Relaxation(out, done, was_complete)
 
 
 def _relax(atoms: Atoms, index: int, options: RelaxOptions) -> Relaxed:

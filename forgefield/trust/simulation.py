@@ -100,6 +100,8 @@ class Simulation:
 
     file: Path
     trajectories: list[Trajectory] = field(default_factory=list)
+    was_complete: bool = False
+    """Whether the trajectory was complete before, so that nothing was simulated."""
 
     @property
     def exploded(self) -> list[Trajectory]:
@@ -144,6 +146,7 @@ def simulate(
     result = Simulation(out, [Trajectory(**entry) for entry in files.finished])
     if len(result.trajectories) == len(structures) and not files.can_be_extended(len(structures)):
         notify(f"{out}: this simulation is complete; nothing to do.")
+        result.was_complete = True
         return result
     for index in range(files.index, len(structures)):
         atoms = structures[index].copy()

@@ -28,13 +28,13 @@ from forgefield.inference.evaluate import evaluate_batch, evaluating
 from forgefield.inference.uncertainty import LastLayerUncertainty, has_uncertainty, write_uncertainty
 from forgefield.models.edges import EdgeContext, edge_vectors
 from forgefield.models.potential import Potential
-from forgefield.models.resolving import branch_names
 from forgefield.parallel.accelerators import evaluation_device
 from forgefield.parallel.ranks import Ranks, single_process
 from forgefield.runs import PackagedRun, Run
 from forgefield.settings import Config
 from forgefield.training.fit import TrainingResult
 from forgefield.training.run.journal import Journal
+from forgefield.trust.suitability import require_suitable_run
 
 DIRECTIONS_PER_WEIGHT = 30
 """Random directions in all frames together, for each weight of the last layer."""
@@ -208,7 +208,7 @@ def fit_uncertainty(
         Processes that share the work; rank 0 writes the file.
     """
     ranks = ranks or single_process()
-    _require_suitable(run)
+    require_suitable_run(run)
     data = training_data(run) if data is None else data
     if data.val is None:
         raise ForgefieldError(
@@ -270,20 +270,6 @@ def training_data(run: Run) -> FrameData:
         return read_data(config.data, config.seed, keep_species=bool(run.info["keep_species"]))
     except ForgefieldError as error:
         raise ForgefieldError(f"The training data of run {run.name} is not available: {error}") from error
-
-
-def _require_suitable(run: Run) -> None:
-    if run.of_points:
-        raise ForgefieldError(
-            f"Run {run.name} was trained on grid points; uncertainties are those of energies and forces."
-        )
-    if not run.has_energy:
-        raise ForgefieldError(f"Run {run.name} predicts no energy; uncertainties are those of energies and forces.")
-    if branches := branch_names(run.info["model"]):
-        raise ForgefieldError(
-            f"Run {run.name} has several branches ({', '.join(branches)}), for which uncertainties are not available; train "
-            "one model for each."
-        )
 
 
 class _Rows:

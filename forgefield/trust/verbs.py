@@ -19,6 +19,14 @@ from forgefield.trust.relaxation import Relaxation, relax_structures
 from forgefield.trust.simulation import Simulation, simulate
 from forgefield.trust.structures import read_structures, require_species
 
+_OF_BAROSTATS = ("pressure", "barostat_time", "cell")
+WITHOUT_EFFECT = {
+    "nve": ("thermostat", "thermostat_time", *_OF_BAROSTATS),
+    "nvt": _OF_BAROSTATS,
+    "npt": ("thermostat",),
+}
+"""Options of molecular dynamics that do not act, by ensemble."""
+
 
 class Arguments(Sources):
     """Where options come from when they are arguments of a command or a function; messages name them as `--NAME`."""
@@ -41,6 +49,7 @@ def run_md(
 ) -> Simulation:
     """Molecular dynamics with the model of a run; see `forgefield.md`."""
     dynamics = typed_section(DynamicsOptions, options, Arguments())
+    _refuse_without_effect(options, dynamics)
     starts = read_structures(structures)
     calculator = open_calculator(run, which=which, device=device, head=head)
     require_species(calculator, starts, structures)
@@ -64,7 +73,7 @@ def run_relax(
 ) -> Relaxation:
     """Relaxation with the model of a run; see `forgefield.relax`."""
     relax = typed_section(RelaxOptions, options, Arguments())
-    if relax.pressure and not relax.cell:
+    if options.get("pressure") is not None and not relax.cell:
         raise ForgefieldError("--pressure has no effect without --cell.")
     starts = read_structures(structures)
     for index, atoms in enumerate(starts):
@@ -92,6 +101,13 @@ def model_identity(run: Run, which: str, head: str | None) -> str:
     return hashlib.sha256(text.encode()).hexdigest()[:16]
 
 
+def _refuse_without_effect(chosen: Mapping[str, Any], options: DynamicsOptions) -> None:
+    """Refuse options that were set (`chosen`; those left at their defaults are not in it) but do not act in the ensemble."""
+    for key in WITHOUT_EFFECT[options.ensemble]:
+        if chosen.get(key) is not None:
+            raise ForgefieldError(f"{Arguments().where(key)} has no effect with --ensemble {options.ensemble}.")
+
+
 def _check_start(atoms: Any, options: DynamicsOptions, index: int) -> None:
     """Refuse a structure that cannot be simulated, before any simulation starts."""
     if options.ensemble != "nve" and options.temperature is None:
@@ -104,5 +120,3 @@ def _check_start(atoms: Any, options: DynamicsOptions, index: int) -> None:
         raise ForgefieldError(f"frame {index}: the ensemble npt does not support fixed atoms; use nvt.")
     if options.temperature is None and not atoms.get_momenta().any():
         raise ForgefieldError(f"frame {index}: it has no velocities; --temperature 300 draws them at random.")
-    if options.ensemble != "npt" and options.pressure:
-        raise ForgefieldError(f"--pressure has no effect with --ensemble {options.ensemble}.")

@@ -28,7 +28,7 @@ SCRIPTS = sorted([*(ROOT / "benchmarks").glob("*.py"), *(ROOT / "examples").glob
 PAGES = sorted([ROOT / "README.md", *(page for page in (ROOT / "docs").rglob("*.md") if "_build" not in page.parts)])
 SECTIONS = {field.name for field in dataclasses.fields(Config)}
 LAUNCHERS = r"(?:^|[\s;(])(?:torchrun|srun|mpirun|mpiexec|until|OMP_NUM_THREADS=\d+)\b"
-PATHS = r"(?<![\w/.])((?:benchmarks|examples|tests|forgefield|docs)/[\w./*-]*\w)"
+PATHS = r"(?<![\w/.])((?:benchmarks|examples|tests|forgefield|docs(?!/_build))/[\w./*-]*\w)"
 by_page = pytest.mark.parametrize("page", PAGES, ids=lambda page: "/".join(page.parts[-2:]))
 
 
@@ -80,7 +80,7 @@ def test_links_lead_somewhere(page):
 @by_page
 def test_files_of_the_project_that_are_named_exist(page):
     for name in re.findall(PATHS, read(page)):
-        assert list(ROOT.glob(name)), name
+        assert "/_build/" in name or list(ROOT.glob(name)), name  # `make docs` writes there
 
 
 @by_page

@@ -148,6 +148,15 @@ def test_references_can_be_read_back_as_labels(source, potential, tmp_path):
             assert np.allclose(before.stress, after.stress, atol=1e-8)
 
 
+def test_predictions_written_as_labels_replace_those_of_the_source(source, potential, tmp_path):
+    assert any(frame.forces is not None for frame in read_frames(source))
+    out = predict_file(potential, source, tmp_path / "labels.extxyz", as_labels=True)
+    predicted = ase.io.read(predict_file(potential, source, tmp_path / "out.extxyz"), ":")
+    for atoms, frame in zip(predicted, read_frames(out), strict=True):  # several candidates for a label are an error
+        assert np.isclose(frame.energy, atoms.get_potential_energy(), rtol=1e-7)
+        assert np.allclose(frame.forces, atoms.get_forces(), atol=1e-7)
+
+
 def test_source_is_not_modified(source, potential, tmp_path):
     before = hashlib.sha256(source.read_bytes()).digest()
     predict_file(potential, source, tmp_path / "out.extxyz")

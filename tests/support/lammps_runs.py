@@ -46,6 +46,7 @@ MODELS: dict[str, dict[str, Any]] = {
         "convnet_resnet": True,
     },
     "allegro": {"name": "allegro", "num_layers": 2, "l_max": 1, "num_tensor_features": 2, "num_scalar_features": 4},
+    "mace": {"name": "mace", "hidden_irreps": "4x0e + 4x1o", "max_ell": 2, "radial_mlp": [8], "mlp_irreps": "4x0e"},
     "deeppot": {**DEEPPOT, "descriptor": {"type": "se_e2_a", **ROWS, "neuron": [4, 8], "neighbour_norm": 12.0}},
     "deeppot with attention": {
         **DEEPPOT,

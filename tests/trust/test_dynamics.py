@@ -250,9 +250,31 @@ def test_an_explosion_is_a_result_with_its_frame(workplace, tmp_path, capsys):
         (lambda atoms: atoms.set_pbc(False), ["--ensemble", "npt"], "frame 0: the ensemble npt needs a cell"),
         (lambda atoms: None, ["--ps", "-1"], "'ps' is a positive number"),
         (lambda atoms: None, ["--pressure", "2"], "--pressure has no effect with --ensemble nvt"),
+        (lambda atoms: None, ["--ensemble", "nve", "--pressure", "0"], "--pressure has no effect with --ensemble nve."),
+        (
+            lambda atoms: None,
+            ["--ensemble", "nve", "--thermostat", "bussi"],
+            "--thermostat has no effect with --ensemble nve",
+        ),
+        (lambda atoms: None, ["--ensemble", "nve", "--thermostat-time", "9"], "--thermostat-time has no effect with"),
+        (lambda atoms: None, ["--barostat-time", "9"], "--barostat-time has no effect with --ensemble nvt"),
+        (lambda atoms: None, ["--cell", "full"], "--cell has no effect with --ensemble nvt"),
+        (lambda atoms: None, ["--ensemble", "npt", "--thermostat", "langevin"], "--thermostat has no effect with"),
         (lambda atoms: None, ["-o", "trajectory.dat"], "frames are written to files ending in"),
     ],
-    ids=["species", "cell", "ps", "pressure", "suffix"],
+    ids=[
+        "species",
+        "cell",
+        "ps",
+        "pressure",
+        "zero-pressure",
+        "thermostat",
+        "thermostat-time",
+        "barostat-time",
+        "cell-of-nvt",
+        "thermostat-of-npt",
+        "suffix",
+    ],
 )
 def test_bad_input_is_refused_before_anything_is_written(
     workplace, tmp_path, monkeypatch, capsys, change, words, message

@@ -111,6 +111,28 @@ def test_an_interrupted_evaluation_resumes_and_repeats_nothing(tmp_path, monkeyp
         assert one == other
 
 
+def test_stored_results_of_earlier_calls_stay_on_the_page(tmp_path):
+    run = emt_run(tmp_path, ["Cu"])
+
+    def keys(only: str, **options) -> tuple[list[str], list[str]]:
+        """Evaluations in `evaluation.json`, and first lines of the messages about them."""
+        lines: list[str] = []
+        report = forgefield.evaluate(run, suite="crystal", only=[only], notify=lines.append, **SMALL, **options)
+        assert [result["name"] for result in report.results] == [only]
+        stored = json.loads((report.folder / "evaluation.json").read_text())["results"]
+        return [result["name"] for result in stored], [line for line in lines[1:] if not line.startswith(" ")]
+
+    assert keys("elastic")[0] == ["elastic"]
+    names, lines = keys("eos")
+    assert names == ["eos", "elastic"]  # in the order of the suite
+    assert len(lines) == 1
+    assert lines[0].endswith(" s)")
+    names, lines = keys("elastic")
+    assert names == ["eos", "elastic"]
+    assert lines == ["Elastic constants, Cu (stored)"]
+    assert keys("eos", temperature=301)[0] == ["eos"]
+
+
 def test_an_explosion_is_a_result_with_its_frame(tmp_path):
     run = emt_run(tmp_path, ["Cu"])
     report = forgefield.evaluate(run, suite="crystal", only=["nvt"], temperature=2000, timestep=60, ps=10, supercell=4)

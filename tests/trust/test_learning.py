@@ -192,6 +192,25 @@ def test_wrong_options_are_refused_with_their_place(tmp_path, changes, message):
     assert f"{path}, line" in str(error.value)
 
 
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"model": {"name": "tests.support.own_model.Pairs"}}, "does not define its last layer"),
+        ({"task": {"forces": {"direct": True}}}, "the model predicts no energy"),
+        ({"task": {"energy": {}, "forces": {"direct": True}}}, "use explore.measure: energy"),
+    ],
+    ids=["last layer", "energy", "direct forces"],
+)
+def test_models_without_uncertainties_are_refused_before_anything_is_labelled_or_trained(tmp_path, changes, message):
+    loop = write_loop(tmp_path, out=str(tmp_path / "learning"))
+    training = yaml.safe_load((tmp_path / "train.yaml").read_text()) | changes
+    (tmp_path / "train.yaml").write_text(yaml.safe_dump(training))
+    with pytest.raises(ForgefieldError, match=message) as error:
+        forgefield.learn(loop)
+    assert "train.yaml: " in str(error.value)
+    assert not (tmp_path / "learning").exists()
+
+
 def test_labels_with_too_large_forces_are_set_aside(tmp_path):
     frames = copper_structures(2)
     frames[1].positions[1] = frames[1].positions[0] + [1.0, 0, 0]

@@ -61,3 +61,20 @@ def test_structures_that_do_not_converge_give_a_nonzero_exit_code(tmp_path, caps
     assert "2 of 2 structures did not converge" in capsys.readouterr().out
     assert main([*words, "--steps", "3", "--device", "cpu"]) == 2
     assert "was started with steps 2, now it is 3" in capsys.readouterr().err
+
+
+def test_a_complete_relaxation_is_reported_once_and_writes_nothing(tmp_path, capsys):
+    run = emt_run(tmp_path)
+    ase.io.write(tmp_path / "in.extxyz", shaken(1))
+    words = ["relax", str(run.path), str(tmp_path / "in.extxyz"), "-o", str(tmp_path / "out.extxyz"), "--trust-code"]
+    assert main([*words, "--device", "cpu"]) == 0
+    printed = capsys.readouterr().out
+    energy = ase.io.read(tmp_path / "out.extxyz").get_potential_energy()
+    assert f", energy {energy:.4f} eV (changed by -" in printed
+    assert f"wrote {tmp_path / 'out.extxyz'}" in printed
+    assert main([*words, "--device", "cpu"]) == 0
+    printed = capsys.readouterr().out
+    assert "this relaxation is complete; nothing to do." in printed
+    assert "wrote" not in printed
+    assert main([*words, "--pressure", "0", "--device", "cpu"]) == 2
+    assert "--pressure has no effect without --cell" in capsys.readouterr().err

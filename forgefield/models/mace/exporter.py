@@ -160,6 +160,7 @@ class _Module(_Later):
             _Call(torch.set_default_dtype, dtype),
             _Call(_Keywords(_attribute("mace.modules", "ScaleShiftMACE"), arguments)),
             _Call(torch.set_default_dtype, before),
+            state,  # for readers that call nothing; the pickle contains it once
         ]
         self.state = state
 

@@ -20,7 +20,7 @@ from forgefield.models.building import build_model
 from forgefield.models.importing import ImportedModel, Importer, ImportRequest
 from forgefield.models.mace.basis import full_tensor, map_of_tensor
 from forgefield.models.mace.model import MACE
-from forgefield.models.mace.records import class_name, irreps_text, settings_of, tensors_of
+from forgefield.models.mace.records import content_of, irreps_text
 from forgefield.models.mace.weights import bessel_prefactor, contraction_weights, weight_table
 from forgefield.models.resolving import resolve_model
 from forgefield.ops.symmetric_contraction import Irrep
@@ -83,7 +83,7 @@ def read_mace(
     path = Path(path)
     content = _npz(path) if path.suffix == ".npz" else read_torch_records(path)
     if isinstance(content, Record):
-        settings, tensors, kind = settings_of(path, content), dict(tensors_of(content)), class_name(content)
+        settings, tensors, kind = content_of(path, content)
     else:
         tensors = _state_dict(path, content)
         settings, kind = _read_options(path, options), "state dict"
@@ -123,7 +123,7 @@ def _read_options(path: Path, options: str | os.PathLike[str] | None) -> dict[st
         module = read_torch_records(where)
         if not isinstance(module, Record):
             raise ForgefieldError(f"{where} does not contain a module of mace-torch.")
-        return settings_of(where, module)
+        return content_of(where, module)[0]
     try:
         settings = load_json(where.read_text())
     except FileNotFoundError as error:

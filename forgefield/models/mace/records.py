@@ -9,9 +9,11 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from forgefield.errors import ForgefieldError
+from forgefield.models.mace.weights import bessel_prefactor
 from forgefield.untrusted.safe_pickle import Record
 
 MODELS = ("ScaleShiftMACE", "MACE")
@@ -30,11 +32,52 @@ def class_name(value: object) -> str:
     return str(origin).rpartition(".")[2]
 
 
+def content_of(path: Path, module: Record) -> tuple[dict[str, Any], dict[str, Tensor], str]:
+    """Arguments of the constructor, parameters and buffers by name, and a description of the module."""
+    if module.origin.endswith("operator.getitem"):
+        return *_exported(path, module), "ScaleShiftMACE, exported by Forgefield"
+    return settings_of(path, module), dict(tensors_of(module)), class_name(module)
+
+
+def _exported(path: Path, module: Record) -> tuple[dict[str, Any], dict[str, Tensor]]:
+    """Arguments and tensors of a file of `forgefield.models.mace.exporter`: the calls that make the module, and its weights."""
+    try:
+        steps = module.args[0]
+        arguments, state = steps[2].args[0].state[2], steps[4]
+        settings = {key: value.args[-1] if isinstance(value, Record) else value for key, value in arguments.items()}
+        return settings, state | _tensors_of_arguments(settings)
+    except (ArithmeticError, AttributeError, LookupError, RuntimeError, TypeError, ValueError) as error:
+        raise ForgefieldError(
+            f"{path} is not a model that this version of forgefield export wrote; export it again from its run, or import "
+            "what mace-torch saves after loading it."
+        ) from error
+
+
+def _tensors_of_arguments(settings: Mapping[str, Any]) -> dict[str, Tensor]:
+    """Buffers of mace-torch's module that follow from the arguments of its constructor."""
+    radial = "radial_embedding"
+    names = {
+        "r_max": "r_max",
+        "num_interactions": "num_interactions",
+        "atomic_numbers": "atomic_numbers",
+        "num_polynomial_cutoff": f"{radial}.cutoff_fn.p",
+        "atomic_energies": "atomic_energies_fn.atomic_energies",
+        "atomic_inter_scale": "scale_shift.scale",
+        "atomic_inter_shift": "scale_shift.shift",
+    }
+    tensors = {name: torch.tensor(settings[key], dtype=torch.float64) for key, name in names.items()}
+    if settings["radial_type"] == "bessel":
+        tensors[f"{radial}.bessel_fn.prefactor"] = torch.tensor(
+            bessel_prefactor(settings["r_max"]), dtype=torch.float64
+        )
+    elif settings["radial_type"] == "chebyshev":
+        tensors[f"{radial}.bessel_fn.n"] = torch.arange(1, settings["num_bessel"] + 1, dtype=torch.float64)
+    return tensors
+
+
 def settings_of(path: Path, module: Record) -> dict[str, Any]:
     """Arguments of the constructor that the module was made with."""
     name = class_name(module)
-    if module.origin.endswith("operator.getitem"):
-        raise ForgefieldError(f"{path} was written by forgefield export; use the run that it was made from.")
     if name not in MODELS:
         raise ForgefieldError(
             f"{path} contains a {name or type(module).__name__}; {' and '.join(MODELS)} can be imported."

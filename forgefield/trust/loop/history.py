@@ -10,6 +10,7 @@ from forgefield.report.canvas import to_svg
 from forgefield.report.markup import Html, card, count, section, significant, table, tag
 from forgefield.report.page import page_html
 from forgefield.report.sections.evaluation import panel_figure
+from forgefield.text import counted
 
 ERRORS = {"energy_mae": "energy MAE, meV/atom", "forces_mae": "force MAE, meV/A"}
 
@@ -22,7 +23,7 @@ def write_learning_page(folder: Path, content: dict[str, Any]) -> Path:
         "header",
         tag("div", "Forgefield learning loop", class_="eyebrow"),
         tag("div", tag("h1", content["name"]), class_="title-row"),
-        tag("p", f"{len(history) - 1} iterations · {count(labels)} labels", class_="subtitle"),
+        tag("p", f"{counted(len(history) - 1, 'iteration')} · {counted(labels, 'label')}", class_="subtitle"),
         class_="top wrap",
     )
     figures = [_figure(panel, f"learning-{number}") for number, panel in enumerate(_panels(history))]

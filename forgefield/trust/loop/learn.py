@@ -39,6 +39,7 @@ from forgefield.parallel.ranks import single_process
 from forgefield.report.analysis import errors, predictions_from_npz
 from forgefield.runs import Run
 from forgefield.settings import Config
+from forgefield.text import counted
 from forgefield.training.fit import fit
 from forgefield.training.run.journal import Journal
 from forgefield.training.trainer import requested_processes
@@ -48,6 +49,7 @@ from forgefield.trust.loop.label import label_structures
 from forgefield.trust.loop.options import RANDOM, LoopOptions, load_loop
 from forgefield.trust.selection import select_frames
 from forgefield.trust.structures import read_structures
+from forgefield.trust.suitability import require_suitable_config
 from forgefield.trust.uncertainty import fit_uncertainty
 from forgefield.tuning.options import override
 
@@ -72,7 +74,7 @@ class Learning:
     def __repr__(self) -> str:
         state = "converged" if self.converged else "not converged"
         rows = "".join(f"\n  {describe(record)}" for record in self.history)
-        return f"Learning({str(self.folder)!r}, {state}, {self.labels} labels){rows}"
+        return f"Learning({str(self.folder)!r}, {state}, {counted(self.labels, 'label')}){rows}"
 
 
 def run_loop(
@@ -89,10 +91,13 @@ def run_loop(
     run = loop.first_model()
     for iteration in range(1, options.iterations + 1):
         if not loop.improve(run, iteration):
-            notify(f"No structure exceeds the threshold: the loop has converged after {iteration - 1} iterations.")
+            notify(
+                f"No structure exceeds the threshold: the loop has converged after {counted(iteration - 1, 'iteration')}."
+            )
             return Learning(options.folder, run, True, loop.history)
         run = loop.train(iteration)
-    notify(f"The loop ended after {options.iterations} iterations; set iterations to a larger number to continue.")
+    ended = counted(options.iterations, "iteration")
+    notify(f"The loop ended after {ended}; set iterations to a larger number to continue.")
     return Learning(options.folder, run, False, loop.history)
 
 
@@ -109,6 +114,12 @@ class _Loop:
     def open(self) -> None:
         """Check everything that can be checked, and that the folder belongs to this loop."""
         _check_config(self.base, str(self.options.config))
+        forces = self.base.task.forces if self.base.task is not None else None
+        if self.options.explore.measure == "forces" and forces is not None and forces.direct:
+            raise ForgefieldError(
+                f"{self.options.config}: forces that are not derivatives of the energy (task.forces.direct) have no "
+                "uncertainty; use explore.measure: energy."
+            )
         self.starts = read_structures(self.options.explore.structures)
         for index, atoms in enumerate(self.starts):
             if self.options.explore.pressures and not all(atoms.pbc):
@@ -135,7 +146,7 @@ class _Loop:
     def first_model(self) -> Run:
         """The model of iteration 0: trained on the data of the config, or on labels of the starting structures."""
         if self.base.data.train is None:
-            self.notify(f"Labelling {len(self.starts)} starting structures ...")
+            self.notify(f"Labelling {counted(len(self.starts), 'starting structure')} ...")
             self.label(self.starts, 0)
         else:
             self._record(0)
@@ -193,13 +204,13 @@ class _Loop:
         """Label structures and write `labelled.extxyz`."""
         place = self.place(iteration)
         place.mkdir(exist_ok=True)
-        self.notify(f"Iteration {iteration}: labelling {len(structures)} structures ...")
+        self.notify(f"Iteration {iteration}: labelling {counted(len(structures), 'structure')} ...")
         labelled, failed = label_structures(structures, self.options.label, place / "labels", notify=self._indented)
         if not labelled:
             reason = next(iter(failed.values()), "")
             raise ForgefieldError(
-                f"Iteration {iteration}: none of {len(structures)} structures could be labelled. The first reason: {reason}. "
-                f"Correct it, delete {place / 'labels'}, and run the same command again."
+                f"Iteration {iteration}: none of {counted(len(structures), 'structure')} could be labelled. The first reason: "
+                f"{reason}. Correct it, delete {place / 'labels'}, and run the same command again."
             )
         if not (place / "labelled.extxyz").exists():
             with written_whole(place / "labelled.extxyz") as partial:
@@ -281,7 +292,7 @@ def describe(record: dict[str, Any]) -> str:
         )
     if record["labelled"]:
         failed = f", {len(record['failed'])} failed" if record["failed"] else ""
-        parts.append(f"{record['labelled']} labels{failed}")
+        parts.append(f"{counted(record['labelled'], 'label')}{failed}")
     measured = record.get("errors", {})
     names = {"energy_mae": "energy MAE", "forces_mae": "force MAE"}
     for split in ("val", "test"):
@@ -319,6 +330,7 @@ def _check_config(config: Config, path: str) -> None:
         raise ForgefieldError(
             f"{path}: model.from is not supported in a learning loop; it starts from weights by itself."
         )
+    require_suitable_config(config, path)
     if requested_processes(config) > 1 and config.trainer.get("devices") not in (None, "auto", -1, "-1"):
         raise ForgefieldError(f"{path}: trainer.devices: a learning loop trains in one process.")
 
@@ -328,8 +340,9 @@ def _as_list(value: Any) -> list[Any]:
 
 
 def _short(source: Any) -> str:
+    """The path of data, relative to the present folder if it is inside."""
     path = Path(str(source["path"] if isinstance(source, dict) else source))
-    return f"{path.parent.name}/{path.name}"
+    return str(path.relative_to(Path.cwd()) if path.is_relative_to(Path.cwd()) else path)
 
 
 def _flat(tree: dict[str, Any], prefix: str = "") -> dict[str, Any]:

@@ -184,10 +184,23 @@ def test_only_mace_models_are_exported(tmp_path):
         write_mace(load(import_case("single", tmp_path)), tmp_path / "x.pt")
 
 
-def test_an_exported_file_is_not_imported_again(tmp_path):
+@pytest.mark.parametrize("case", [*CASES, "chebyshev"])
+def test_an_exported_file_is_imported_as_the_same_model(case, tmp_path):
+    potential, batch = load(import_case(case, tmp_path)), batch_of(case)
+    again = read_mace(write_mace(potential, tmp_path / "x.model"))
+    assert "exported by Forgefield" in again.origin
+    expected, outputs = potential(batch), load(again)(batch)
+    for key in ("energy", "forces"):
+        torch.testing.assert_close(outputs[key], expected[key], rtol=1e-12, atol=1e-11)
+
+
+def test_an_exported_file_with_other_content_is_refused(tmp_path):
     path = write_mace(load(import_case("single", tmp_path)), tmp_path / "x.model")
-    with pytest.raises(ForgefieldError, match="written by forgefield export"):
-        read_mace(path)
+    with zipfile.ZipFile(path) as source, zipfile.ZipFile(tmp_path / "y.model", "w") as target:
+        for name in source.namelist():
+            target.writestr(name, source.read(name).replace(b"num_polynomial_cutoff", b"num_polynomial_cutofg"))
+    with pytest.raises(ForgefieldError, match=r"y\.model is not a model that this version of forgefield export wrote"):
+        read_mace(tmp_path / "y.model")
 
 
 @pytest.mark.skipif(MACE_PYTHON is None, reason="MACE_PYTHON does not name an environment with mace-torch")

@@ -1,0 +1,43 @@
+"""Which models can have uncertainties of their last layer, decided for a run, or for a config before it is trained."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from forgefield.config.trust import CONFIG
+from forgefield.errors import ForgefieldError
+from forgefield.models.interface import AtomisticModel, no_last_layer
+from forgefield.models.resolving import branch_names, check_model, direct_outputs
+from forgefield.runs import Run
+from forgefield.settings import Config
+from forgefield.training.problem.heads import has_energy
+
+
+def require_suitable_run(run: Run) -> None:
+    """Refuse a run whose model predicts no energy or several."""
+    if run.of_points:
+        raise ForgefieldError(
+            f"Run {run.name} was trained on grid points; uncertainties are those of energies and forces."
+        )
+    _require_one_energy(f"Run {run.name}", run.has_energy, run.info["model"])
+
+
+def require_suitable_config(config: Config, path: str) -> None:
+    """Refuse a config of frames, without `model.from`, whose model will have no uncertainties. path: of its file."""
+    _, cls, _ = check_model(config.model, trust=CONFIG)
+    trains_energy = config.task is None or has_energy(config.task)
+    gives_energy = trains_energy and not direct_outputs(config.model, trust=CONFIG)
+    _require_one_energy(f"{path}: the model", gives_energy, config.model)
+    if not issubclass(cls, AtomisticModel) or cls.last_layer is AtomisticModel.last_layer:
+        raise ForgefieldError(f"{path}: {no_last_layer(cls)}")
+
+
+def _require_one_energy(what: str, gives_energy: bool, model: Mapping[str, Any]) -> None:
+    if not gives_energy:
+        raise ForgefieldError(f"{what} predicts no energy; uncertainties are those of energies and forces.")
+    if branches := branch_names(model):
+        raise ForgefieldError(
+            f"{what} has several branches ({', '.join(branches)}), for which uncertainties are not available; train one model "
+            "for each."
+        )
