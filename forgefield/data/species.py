@@ -62,7 +62,7 @@ class SpeciesTable:
             raise ForgefieldError(
                 f"{where}: it contains {symbol}, which is not one of the species of the model ({', '.join(self.symbols)}); "
                 + (
-                    f"to predict it, train a new model with frames that contain {symbol}"
+                    f"to predict it, train or fine-tune a model with frames that contain {symbol}"
                     if self.trained
                     else "add training frames with it, or list it in data.species"
                 )

@@ -188,7 +188,7 @@ class _Describer:
         return self._joined(dataset.batch(range(start, min(start + BATCH, len(dataset)))) for start in starts)
 
     def frames(self, frames: Iterable[Frame]) -> Described:
-        iterator, species = iter(frames), SpeciesTable(self.potential.species)
+        iterator, species = iter(frames), SpeciesTable(self.potential.species, trained=True)
         graph = graph_of(self.potential)
 
         def batches() -> Iterator[Batch]:

@@ -176,5 +176,5 @@ def test_species_that_the_model_does_not_have_need_another_model(edition: Path) 
         lambda: forgefield.predict("nequip", "iron.extxyz", "out.extxyz"),
         lambda: forgefield.test("nequip", "iron.extxyz"),
     ):
-        with pytest.raises(ForgefieldError, match="train a new model with frames that contain Fe"):
+        with pytest.raises(ForgefieldError, match="train or fine-tune a model with frames that contain Fe"):
             attempt()
