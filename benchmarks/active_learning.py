@@ -4,7 +4,7 @@ Both loops explore with molecular dynamics of the model they have, from the same
 and label the same number of structures in each iteration. One selects by uncertainty and distance in feature space, the other
 draws from all explored structures at random. Errors are those on structures of EMT's own dynamics.
 
-    python benchmarks/active_learning.py --out /tmp/active --seeds 0 1
+    python benchmarks/active_learning.py --out active --seeds 0 1
 
 Runs on one CPU core; every loop is resumed if the command is repeated.
 """
