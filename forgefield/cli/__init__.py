@@ -49,7 +49,7 @@ VERBS = {
 
 EXAMPLES = """\
 examples:
-  forgefield train                                   the built-in example, about two minutes on two cores
+  forgefield train                                   the built-in example, about half a minute on two cores
   forgefield init water.extxyz                       writes water.yaml
   forgefield train water.yaml training.lr=3e-3 ++trainer.max_epochs=200
   forgefield test runs/water --data test.extxyz
