@@ -266,5 +266,5 @@ def _chains() -> Any:
     try:
         from ase.md import nose_hoover_chain
     except ImportError as error:
-        raise ForgefieldError("Nose-Hoover chains need ASE 3.26 or newer: pip install -U ase.") from error
+        raise ForgefieldError("This version of ASE has no Nose-Hoover chains; update it: pip install -U ase.") from error
     return nose_hoover_chain
