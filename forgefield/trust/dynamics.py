@@ -266,5 +266,7 @@ def _chains() -> Any:
     try:
         from ase.md import nose_hoover_chain
     except ImportError as error:
-        raise ForgefieldError("This version of ASE has no Nose-Hoover chains; update it: pip install -U ase.") from error
+        raise ForgefieldError(
+            "This version of ASE has no Nose-Hoover chains; update it: pip install -U ase."
+        ) from error
     return nose_hoover_chain
