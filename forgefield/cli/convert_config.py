@@ -1,4 +1,4 @@
-"""Convert an input file of DeePMD-kit to a commented Forgefield config of the same training.
+"""Convert an input file of DeePMD-kit or a config of NequIP or Allegro to a commented Forgefield config of the same training.
 
 `forgefield train input.json` also works without conversion; both give the same training.
 """
@@ -19,7 +19,9 @@ examples:
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.epilog = EXAMPLES
-    parser.add_argument("input", metavar="INPUT", type=Path, help="input file of DeePMD-kit, .json or .yaml")
+    parser.add_argument(
+        "input", metavar="INPUT", type=Path, help="input file of DeePMD-kit (.json, .yaml) or config of NequIP (.yaml)"
+    )
     parser.add_argument("-o", "--out", metavar="FILE", type=Path, help="config to write (default: print it)")
     parser.add_argument("--force", action="store_true", help="overwrite the config if it exists")
 

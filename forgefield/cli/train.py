@@ -141,13 +141,18 @@ def _require_config_file(args: argparse.Namespace) -> None:
 
 
 def _print_notes(config: Path) -> None:
-    """Print how keys of a DeePMD-kit input that do not correspond to a setting are treated."""
+    """Print how keys of an input of DeePMD-kit or NequIP that do not correspond to a setting are treated."""
     from forgefield.config.deepmd import is_deepmd_input, read_input, translation
+    from forgefield.config.nequip import is_nequip_config, nequip_translation
 
     content = read_input(config)
+    notes: dict[str, str] = {}
     if is_deepmd_input(content):
-        for key, text in translation(content, config).notes.items():
-            print(f"{config}: {key}: {text}", flush=True)
+        notes = translation(content, config).notes
+    elif is_nequip_config(content):
+        notes = nequip_translation(content, config).notes
+    for key, text in notes.items():
+        print(f"{config}: {key}: {text}", flush=True)
 
 
 def config_and_overrides(args: argparse.Namespace, words: list[str]) -> tuple[Path | None, list[str]]:

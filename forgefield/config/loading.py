@@ -37,6 +37,7 @@ from forgefield.config.components import also_look_in
 from forgefield.config.deepmd import is_deepmd_input, read_input, translate
 from forgefield.config.hydra import DEFAULTS, ENTRY, RESOLVERS, USER, hydra_for, register_resolvers, store
 from forgefield.config.nearest import did_you_mean
+from forgefield.config.nequip import is_nequip_config, nequip_translation
 from forgefield.config.sources import Sources, first_line, read_text, read_yaml, remember_sources
 from forgefield.config.trust import Trust, named_code, refuse_interpolations
 from forgefield.errors import ForgefieldError
@@ -66,6 +67,7 @@ WHOLE = (
     "tune",
     "training.early_stopping",
     "training.lr_groups",
+    "training.monitor_weights",
     "training.lora",
     "trainer.max_time",
     "model.*",
@@ -167,6 +169,9 @@ def _read(source: Source | None) -> tuple[Sources, dict[str, Any], Path]:
         content = read_input(path)
         if is_deepmd_input(content):
             return Sources(main=path, translated=True), translate(content, path), path.absolute().parent
+        if is_nequip_config(content):
+            config = nequip_translation(content, path).config
+            return Sources(main=path, translated=True), config, path.absolute().parent
         if path.suffix == ".json":
             raise ForgefieldError(
                 f"{path} is not an input of DeePMD-kit, which has the sections 'model' and 'training', and a config of "

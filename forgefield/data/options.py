@@ -127,10 +127,11 @@ class DataOptions:
     prefetch: int | None = option(None, at_least=1, expected="one or more (data.workers=0 prepares nothing ahead)")
     """Number of batches prepared ahead. Default: two per worker."""
     reference_energies: str | dict[str, float] = option(
-        "auto", choices=("auto", "isolated", "fit", "none"), open_choices="{species: energy}"
+        "auto", choices=("auto", "isolated", "fit", "mean", "none"), open_choices="{species: energy}"
     )
     """Energy of an isolated atom of each species, eV: {H: -13.6, ...}, isolated (from frames with one atom), fit (least
-    squares) or none (zero). auto: isolated if every species has such a frame, else fit."""
+    squares), mean (the mean energy per atom, for every species) or none (zero). auto: isolated if every species
+    has such a frame, else fit."""
     max_force: float = option(300.0, above=0, unit="eV/A")
     """A force component above this limit stops the run; it is usually a wrong unit or a parsing error."""
     max_energy_deviation: float = option(20.0, above=0, unit="eV/atom")

@@ -36,7 +36,7 @@ class References:
     energies: dict[str, float]
     """Energy of each species, eV."""
     kind: str
-    """given, isolated, fit or none."""
+    """given, isolated, fit, mean or none."""
     note: str = ""
     """Note for the user on how they were determined."""
 
@@ -119,7 +119,7 @@ def unit_suspicion(value: float, expected: float) -> str:
 def resolve_references(
     setting: object, table: FrameTable, species: SpeciesTable, is_bound: Callable[[np.ndarray], np.ndarray]
 ) -> References:
-    """Reference energies from `data.reference_energies`: a dict, isolated, fit, none or auto.
+    """Reference energies from `data.reference_energies`: a dict, isolated, fit, mean, none or auto.
 
     is_bound: returns whether frames, given by their rows, have edges.
     """
@@ -127,12 +127,12 @@ def resolve_references(
         return _from_setting(setting, species)
     if setting is None or setting == "none":
         return References(dict.fromkeys(species.symbols, 0.0), "none")
-    if setting not in ("auto", "isolated", "fit"):
+    if setting not in ("auto", "isolated", "fit", "mean"):
         raise ForgefieldError(
-            f"data.reference_energies={setting!r} should be auto, isolated, fit, none, or {{symbol: energy}}"
+            f"data.reference_energies={setting!r} should be auto, isolated, fit, mean, none, or {{symbol: energy}}"
         )
     labelled = table.carries("energy")
-    isolated = isolated_energies(table, is_bound) if setting != "fit" else {}
+    isolated = isolated_energies(table, is_bound) if setting in ("auto", "isolated") else {}
     missing = [symbol for symbol in species.symbols if symbol not in isolated]
     if setting == "isolated" or (setting == "auto" and not missing):
         if missing:
@@ -142,9 +142,11 @@ def resolve_references(
             )
         return References({symbol: isolated[symbol] for symbol in species.symbols}, "isolated")
     if not labelled.any():
-        if setting == "fit":
-            raise ForgefieldError("data.reference_energies=fit: no training frame has an energy")
+        if setting in ("fit", "mean"):
+            raise ForgefieldError(f"data.reference_energies={setting}: no training frame has an energy")
         return References(dict.fromkeys(species.symbols, 0.0), "none", "no training frame has an energy")
+    if setting == "mean":
+        return _mean(table, species, labelled)
     return _fitted(table if labelled.all() else table.select(np.flatnonzero(labelled)), species)
 
 
@@ -166,6 +168,13 @@ def _from_setting(setting: Mapping[str, object], species: SpeciesTable) -> Refer
             raise ForgefieldError(f"data.reference_energies.{symbol}={value!r} should be a number in eV")
         energies[symbol] = float(value)
     return References({symbol: energies[symbol] for symbol in species.symbols}, "given")
+
+
+def _mean(table: FrameTable, species: SpeciesTable, labelled: np.ndarray) -> References:
+    """The mean over frames of the energy per atom, for all species."""
+    rows = np.flatnonzero(labelled)
+    energies = table.column("energy", rows) / table.n_atoms[rows]
+    return References(dict.fromkeys(species.symbols, float(energies.mean())), "mean")
 
 
 def _fitted(table: FrameTable, species: SpeciesTable) -> References:

@@ -154,6 +154,10 @@ class TermOptions:
     """Energy unit of the network's output, eV, one or per species. Default: root mean square of the forces, times A."""
     energy_shifts: float | dict[str, float] | None = None
     """Energy of the isolated atom, eV, one or per species. Default: the reference energies."""
+    avg_num_neighbours_by_species: bool = False
+    """Use the mean number of neighbours of each species in the training data instead of one mean for all atoms."""
+    energy_scales_by_species: bool = False
+    """Use the root mean square of the forces on each species in the training data instead of one for all atoms."""
     energy_scales_trainable: bool = False
     """Train the scales."""
     energy_shifts_trainable: bool = False
@@ -173,14 +177,30 @@ def complete_terms(
     if options.zbl:
         check_zbl(options.zbl, species)
     filled: dict[str, Any] = {}
-    if options.avg_num_neighbours is None:
+    if options.avg_num_neighbours_by_species:
+        _refuse_numbers("avg_num_neighbours", options.avg_num_neighbours)
+        means = from_statistics(statistics, "mean_neighbours_by_species", "avg_num_neighbours")
+        values = {symbol: float(means.get(symbol, 0.0)) for symbol in species}
+        filled["avg_num_neighbours"] = {symbol: value if value > 0 else 1.0 for symbol, value in values.items()}
+        filled["avg_num_neighbours_by_species"] = False
+    elif options.avg_num_neighbours is None:
         mean = from_statistics(statistics, "mean_neighbours", "avg_num_neighbours")
         filled["avg_num_neighbours"] = mean if mean > 0 else 1.0
-    if options.energy_scales is None:
+    if options.energy_scales_by_species:
+        _refuse_numbers("energy_scales", options.energy_scales)
+        scales = from_statistics(statistics, "forces_rms_by_species", "energy_scales")
+        filled["energy_scales"] = {symbol: scales.get(symbol) or default_scale(statistics) for symbol in species}
+        filled["energy_scales_by_species"] = False
+    elif options.energy_scales is None:
         filled["energy_scales"] = default_scale(statistics)
     if options.energy_shifts is None:
         filled["energy_shifts"] = from_statistics(statistics, "reference_energies", "energy_shifts")
     return filled
+
+
+def _refuse_numbers(key: str, value: object) -> None:
+    if value is not None:
+        raise ForgefieldError(f"model.{key} gives numbers and model.{key}_by_species asks the data for them; keep one.")
 
 
 def default_scale(statistics: Mapping[str, Any]) -> float:

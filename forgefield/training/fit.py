@@ -90,7 +90,11 @@ class _Plan:
     def columns(self) -> list[str]:
         """Names of all metrics that a row may have."""
         splits = ("train", "val") if self.problem.has_val else ("train",)
-        return [f"{split}/{name}" for split in splits for name in self.problem.metric_names(split)]
+        names = [f"{split}/{name}" for split in splits for name in self.problem.metric_names(split)]
+        return [
+            *names,
+            *(["val/weighted_sum"] if self.problem.has_val and self.config.training.monitor_weights else []),
+        ]
 
     def write_record(self, ranks: Ranks) -> None:
         """Store settings and `run.json`, once it is certain that they will be used."""
@@ -390,6 +394,7 @@ def _monitor(training: TrainingOptions, columns: list[str], has_val: bool, journ
     watched = {"training.monitor": monitor}
     if training.early_stopping is not None and training.early_stopping.monitor:
         watched["training.early_stopping.monitor"] = training.early_stopping.monitor
+    watched |= {f"training.monitor_weights.{name}": f"val/{name}" for name in training.monitor_weights or {}}
     for setting, name in watched.items():
         if name in columns and name.endswith(("_accuracy", "_f1")):
             raise ForgefieldError(

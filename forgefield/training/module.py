@@ -331,6 +331,9 @@ class TrainingModule(L.LightningModule):
         loss_sums, error_sums = self._over_ranks(self.val_loss.sums, self.val_errors.sums)
         values = {"val/loss": self.val_loss.value(loss_sums)}
         values |= {f"val/{name}": value for name, value in self.val_errors.compute(error_sums).items()}
+        weights = self.options.monitor_weights or {}
+        if weights and all(f"val/{name}" in values for name in weights):
+            values["val/weighted_sum"] = sum(weight * values[f"val/{name}"] for name, weight in weights.items())
         return values | self.executor.measure_after_validation()
 
     def on_validation_end(self) -> None:

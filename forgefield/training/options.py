@@ -153,6 +153,9 @@ class TrainingOptions:
     """Low-rank adaptation of a pretrained model: {rank: 4, targets: [model.*]}. Saved models contain the merged matrices."""
     monitor: str = "val/loss"
     """Metric that selects the best model, and that ReduceLROnPlateau and early stopping use."""
+    monitor_weights: dict[str, float] | None = None
+    """Weights of errors in the metric val/weighted_sum, which `monitor` can name: {energy_total_mae: 0.001, forces_mae: 0.001}.
+    Errors have the units of the metrics."""
     early_stopping: EarlyStoppingOptions | None = None
     """Stop the training when the monitored metric no longer improves: {patience: 50}. Default: off."""
     checkpoint: CheckpointOptions = field(default_factory=CheckpointOptions)

@@ -10,7 +10,7 @@ import math
 import sys
 from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar, Self
 
 from forgefield.config.nearest import did_you_mean
 from forgefield.errors import ForgefieldError
@@ -26,14 +26,22 @@ class Section:
     Keys that begin with `_` are comments. A value of null counts as missing.
     """
 
+    program: ClassVar[str] = "DeePMD-kit"
+    """Whose input it is, for messages."""
+    comment: ClassVar[str | None] = "_"
+    """Beginning of keys that are comments."""
+
     def __init__(self, values: object, file: Path, key: str = "", notes: dict[str, str] | None = None) -> None:
         self.file, self.key = file, key
         self.notes: dict[str, str] = {} if notes is None else notes
         if not isinstance(values, Mapping):
             raise ForgefieldError(f"{file}: '{key}' is a section (a mapping of keys), not {values!r:.60}.")
-        self._left = {str(name): value for name, value in values.items() if not str(name).startswith("_")}
+        self._left = {str(name): value for name, value in values.items() if not self._is_comment(str(name))}
         self._names: dict[str, None] = {}
         self._written: dict[str, str] = {}
+
+    def _is_comment(self, name: str) -> bool:
+        return self.comment is not None and name.startswith(self.comment)
 
     def names(self) -> list[str]:
         """The keys that were not taken yet, in their order."""
@@ -117,10 +125,10 @@ class Section:
             raise ForgefieldError(f"{self.file}: '{self.path(name)}' is one of {valid}, not {value!r:.60}.{hint}")
         return str(value)
 
-    def below(self, name: str) -> Section | None:
+    def below(self, name: str) -> Self | None:
         """The section inside this one, None where there is none."""
         values = self.take(name)
-        return None if values is None else Section(values, self.file, self.path(name), self.notes)
+        return None if values is None else type(self)(values, self.file, self.path(name), self.notes)
 
     # --- what has no counterpart
 
@@ -141,7 +149,7 @@ class Section:
         for name in self._left:
             names = list(self._names)
             where = f"'{self.key}' has" if self.key else "an input has"
-            hint = did_you_mean(name, names) or f" DeePMD-kit's {where}: {', '.join(names)}."
+            hint = did_you_mean(name, names) or f" {self.program}'s {where}: {', '.join(names)}."
             raise ForgefieldError(f"{self.file}: unknown key '{self.path(name)}'.{hint}")
 
     # --- messages

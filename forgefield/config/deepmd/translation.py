@@ -151,14 +151,18 @@ def convert_input(file: Path, out: Path | None = None, *, overwrite: bool = Fals
     Relative paths remain as they are if they are valid for the config, and become absolute otherwise.
     """
     from forgefield.config.loading import load_config
+    from forgefield.config.nequip import convert_nequip, is_nequip_config
     from forgefield.config.template import require_config_path, write_config, yaml_with_comments
 
     if out is not None:
         require_config_path(out, overwrite=overwrite)
     content = read_input(file)
+    if is_nequip_config(content):
+        return convert_nequip(file, out, overwrite=overwrite)
     if not is_deepmd_input(content):
         raise ForgefieldError(
-            f"{file} is not an input of DeePMD-kit: it has no section 'training', or no 'model' with a type_map."
+            f"{file} is not an input of DeePMD-kit, which has the sections 'training' and 'model' with a type_map, nor of "
+            "NequIP, which has 'data', 'trainer' and 'training_module'."
         )
     translated = translation(content, file)
     checked = load_config(file)

@@ -1,0 +1,224 @@
+"""The sections `training_module` and `trainer`: averages, optimiser, schedulers, callbacks and loggers."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from forgefield.config.nequip.loss import LossTranslation, normalised
+from forgefield.config.nequip.section import NequIPSection
+from forgefield.errors import ForgefieldError
+
+MODULES = ("EMALightningModule", "NequIPLightningModule")
+MONITOR = "val0_epoch/weighted_sum"
+OPTIMISERS = ("Adam", "AdamW", "SGD", "RAdam", "NAdam", "Adagrad", "Adamax", "RMSprop", "Adadelta", "Rprop", "ASGD")
+SCHEDULERS = (
+    "ReduceLROnPlateau", "StepLR", "MultiStepLR", "ExponentialLR", "CosineAnnealingLR", "CosineAnnealingWarmRestarts",
+    "ConstantLR", "LinearLR", "PolynomialLR", "OneCycleLR", "CyclicLR",
+)  # fmt: skip
+LOGGERS = {name: f"lightning.pytorch.loggers.{name}" for name in ("WandbLogger", "TensorBoardLogger", "CSVLogger")}
+CALLBACKS = (
+    "EarlyStopping", "ModelCheckpoint", "LearningRateMonitor", "LossCoefficientScheduler", "LinearLossCoefficientScheduler",
+    "LossCoefficientMonitor", "SoftAdapt", "TF32Scheduler", "TestTimeXYZFileWriter", "ValTimeXYZFileWriter",
+)  # fmt: skip
+WITHOUT_SETTING = {
+    "ModelCheckpoint": "the best and the latest weights are always kept, in the run folder.",
+    "LearningRateMonitor": "the learning rate is always logged.",
+    "LossCoefficientMonitor": "weights of the loss are not logged; they follow from the config.",
+    "TestTimeXYZFileWriter": "use `forgefield predict RUN FILE -o out.extxyz`; errors of the test are in the report.",
+    "ValTimeXYZFileWriter": "use `forgefield predict RUN FILE -o out.extxyz`.",
+}
+"""Callbacks that have no setting in Forgefield."""
+OF_LIGHTNING = (
+    "accelerator", "devices", "num_nodes", "max_epochs", "min_epochs", "max_steps", "min_steps", "max_time",
+    "log_every_n_steps",
+    "check_val_every_n_epoch", "val_check_interval", "limit_train_batches", "limit_val_batches", "limit_test_batches",
+)  # fmt: skip
+
+
+def translate_module(section: NequIPSection) -> tuple[dict[str, Any], LossTranslation]:
+    """`training` without what model and trainer decide, and the loss."""
+    kind = section.target(
+        (*MODULES, "ScheduleFreeLightningModule", "ConFIGLightningModule", "EMAConFIGLightningModule")
+    )
+    if kind not in MODULES:
+        raise section.refused("_target_", f"is {kind}; supported are {' and '.join(MODULES)}")
+    training: dict[str, Any] = {"ema": None}
+    if kind == "EMALightningModule":
+        training["ema"] = section.number("ema_decay", 0.999, above=0, below=1)
+    loss = section.below("loss")
+    if loss is None:
+        raise ForgefieldError(f"{section.file}: '{section.path('loss')}' is missing.")
+    training |= _optimiser(section.below("optimizer"))
+    scheduler = section.below("lr_scheduler")
+    if scheduler is not None:
+        training["scheduler"] = _scheduler(scheduler)
+    for name in ("train_metrics", "test_metrics"):
+        if section.take(name) is not None:
+            section.notes[section.path(name)] = "MAE and RMSE of all targets are always measured."
+    section.only("num_datasets", None, "the data decides it")
+    return training, LossTranslation(loss)
+
+
+def _optimiser(section: NequIPSection | None) -> dict[str, Any]:
+    if section is None:
+        return {"lr": 0.001, "optimizer": {"name": "Adam"}}
+    name = section.target(OPTIMISERS)
+    rate = section.number("lr", 0.001, above=0)
+    options = {key: section.take(key) for key in section.names()}
+    return {"lr": rate, "optimizer": {"name": name, **options}}
+
+
+def _scheduler(section: NequIPSection) -> dict[str, Any]:
+    inner = section.below("scheduler")
+    if inner is None:
+        raise ForgefieldError(f"{section.file}: '{section.path('scheduler')}' is missing.")
+    name = inner.target(SCHEDULERS)
+    options: dict[str, Any] = {"name": name, **{key: inner.take(key) for key in inner.names()}}
+    monitor = section.text("monitor", MONITOR)
+    if name == "ReduceLROnPlateau":
+        _require_monitor(section, monitor)
+    interval = section.choice("interval", "epoch", ("epoch", "step"))
+    if interval == "step":
+        options["interval"] = "step"
+    section.only("frequency", 1, "schedulers advance in every epoch or step")
+    section.take("strict")
+    section.take("name")
+    section.finish()
+    return options
+
+
+def _require_monitor(section: NequIPSection, monitor: object) -> None:
+    if monitor != MONITOR:
+        raise section.refused("monitor", f"is {monitor}; {MONITOR} is supported, the sum of errors of val_metrics")
+
+
+def translate_trainer(
+    section: NequIPSection, training: dict[str, Any], loss: LossTranslation, precision: str
+) -> dict[str, Any]:
+    """The section `trainer`; adds to `training` and to the loss what callbacks do."""
+    section.target(("Trainer",), "lightning.Trainer")
+    trainer = {name: section.take(name) for name in OF_LIGHTNING if name in section.names()}
+    trainer = {name: value for name, value in trainer.items() if value is not None}
+    clip = section.number("gradient_clip_val", above=0)
+    method = section.choice("gradient_clip_algorithm", "norm", ("norm", "value"))
+    if clip is not None:
+        if method != "norm":
+            raise section.refused("gradient_clip_algorithm", "is value; gradients are clipped by their norm")
+        training["clip_norm"] = clip
+    accumulate = section.integer("accumulate_grad_batches", 1, at_least=1)
+    if accumulate > 1:
+        training["accumulate"] = accumulate
+    training["precision"] = precision
+    logger = _loggers(section)
+    if logger:
+        trainer["logger"] = logger if len(logger) > 1 else logger[0]
+    for item in section.objects("callbacks"):
+        _callback(item, training, loss)
+    strategy = section.take("strategy")
+    if strategy not in (None, "auto", "ddp") and not str(dict(strategy).get("_target_", "")).endswith(
+        "SimpleDDPStrategy"
+    ):
+        raise section.refused("strategy", "is not translated; SimpleDDPStrategy, ddp and auto are the default here")
+    for name in (
+        "enable_checkpointing",
+        "enable_progress_bar",
+        "enable_model_summary",
+        "inference_mode",
+        "default_root_dir",
+    ):
+        section.note(name, "Forgefield decides it.", unless=[True])
+    section.take("num_sanity_val_steps")
+    section.finish()
+    return trainer
+
+
+def _loggers(section: NequIPSection) -> list[dict[str, Any]]:
+    loggers: list[dict[str, Any]] = []
+    value = section.take("logger")
+    if value is None or isinstance(value, bool):
+        return loggers
+    for index, entry in enumerate(value if isinstance(value, list) else [value]):
+        item = NequIPSection(entry, section.file, f"{section.path('logger')}[{index}]", section.notes)
+        name = item.target(LOGGERS)
+        folder = item.take("save_dir")
+        if folder is not None:
+            item.notes[item.path("save_dir")] = "loggers write to the run folder."
+        options = {key: item.take(key) for key in item.names()}
+        if options.pop("name", None) is not None:
+            item.notes[item.path("name")] = "the name of the run is the name of the config."
+        if name == "CSVLogger":
+            item.notes[item.path("_target_")] = "metrics.csv is always written."
+        elif name != "TensorBoardLogger":
+            loggers.append({"name": LOGGERS[name], **options})
+    return loggers
+
+
+def _callback(item: NequIPSection, training: dict[str, Any], loss: LossTranslation) -> None:
+    kind = item.target(CALLBACKS)
+    if kind in WITHOUT_SETTING:
+        item.notes[item.key] = f"{kind}: {WITHOUT_SETTING[kind]}"
+        if kind == "ModelCheckpoint" and item.take("monitor") not in (None, MONITOR):
+            raise item.refused("monitor", f"is not {MONITOR}, the sum of errors of val_metrics")
+        return
+    if kind == "EarlyStopping":
+        _require_monitor(item, item.text("monitor", MONITOR))
+        item.only("mode", "min", "the monitored error is better when smaller")
+        patience, delta = item.integer("patience", 3, at_least=1), item.number("min_delta", 0.0)
+        training["early_stopping"] = {"patience": patience, "min_delta": abs(delta)}
+        for name in ("verbose", "check_finite", "check_on_train_epoch_end", "strict"):
+            item.take(name)
+    elif kind == "LossCoefficientScheduler":
+        _steps(item, loss)
+    elif kind == "LinearLossCoefficientScheduler":
+        _ramp(item, loss)
+    elif kind == "SoftAdapt":
+        beta = item.number("beta", 1.0)
+        for name in ("interval", "frequency", "eps"):
+            item.take(name)
+        training["weighting"] = {"name": "softadapt", "beta": beta}
+        item.notes[item.key] = "SoftAdapt: Forgefield's formula is used, every 50 steps."
+    else:
+        _tf32(item, training)
+    item.finish()
+
+
+def _steps(item: NequIPSection, loss: LossTranslation) -> None:
+    schedule = item.mapping("schedule")
+    epochs = sorted(int(epoch) for epoch in schedule)
+    by_epoch = {int(epoch): _weights(item, loss, values) for epoch, values in schedule.items()}
+    if epochs and epochs[0] == 0:
+        loss.scale(by_epoch.pop(epochs.pop(0)))
+    for target, options in loss.task.items():
+        if epochs:
+            values = [by_epoch[epoch][target] for epoch in epochs]
+            options["schedule"] = {"kind": "step", "unit": "epoch", "at": epochs, "to": values}
+
+
+def _ramp(item: NequIPSection, loss: LossTranslation) -> None:
+    final = _weights(item, loss, item.mapping("final_coeffs"))
+    start, length = item.integer("start_epoch", 0, at_least=0), item.integer("transition_epochs", 1, at_least=1)
+    for target, options in loss.task.items():
+        if "schedule" in options:
+            raise item.refused("final_coeffs", "is a second schedule of the loss; one is supported")
+        options["schedule"] = {
+            "kind": "linear",
+            "unit": "epoch",
+            "begin": start,
+            "end": start + length,
+            "to": final[target],
+        }
+
+
+def _weights(item: NequIPSection, loss: LossTranslation, values: dict[str, Any]) -> dict[str, float]:
+    unknown = [name for name in values if name not in loss.names]
+    if unknown:
+        raise item.refused("schedule", f"names {unknown[0]}; the terms of the loss are {', '.join(loss.names)}")
+    return normalised({target: float(values.get(name) or 0.0) for name, target in loss.names.items()})
+
+
+def _tf32(item: NequIPSection, training: dict[str, Any]) -> None:
+    schedule = {int(epoch): bool(value) for epoch, value in item.mapping("schedule").items()}
+    if training["precision"] != "float32" or set(schedule) != {0}:
+        raise item.refused("schedule", "changes the precision; give one value for epoch 0, or training.precision")
+    if schedule[0]:
+        training["precision"] = "tf32"

@@ -1,0 +1,113 @@
+"""From a config of NequIP or Allegro to a Forgefield config of the same training.
+
+Every key is translated, has no effect for a reason in the notes, or is refused with the reason. Nothing in the file is
+executed: `_target_` is a name that is looked up in tables.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from forgefield.config.deepmd.translation import Translation
+from forgefield.config.nequip.data import DataTranslation
+from forgefield.config.nequip.loss import weighted_sum
+from forgefield.config.nequip.model import translate_model
+from forgefield.config.nequip.resolving import resolved
+from forgefield.config.nequip.section import NequIPSection
+from forgefield.config.nequip.training import translate_module, translate_trainer
+from forgefield.config.sources import read_yaml
+from forgefield.errors import ForgefieldError
+
+SECTIONS = ("data", "trainer", "training_module")
+COMMENTS = {
+    "model": "The network, with NequIP's names; its r_max is data.cutoff, its type_names data.species.",
+    "task": "Coefficients of the loss divided by their sum, as NequIP does.",
+    "training.monitor_weights": "val/weighted_sum is the sum of errors that NequIP monitors, in eV and A.",
+}
+"""Comments on settings in a converted config."""
+
+
+def is_nequip_config(content: object) -> bool:
+    """Whether this is a config of NequIP: its three sections, and a training module with a `_target_`."""
+    if not isinstance(content, Mapping) or not all(isinstance(content.get(name), Mapping) for name in SECTIONS):
+        return False
+    return "_target_" in content["training_module"]
+
+
+def nequip_translation(content: Mapping[str, Any], file: Path) -> Translation:
+    """The Forgefield config of a config of NequIP, with what the user should know. file: where it was read."""
+    values = resolved(content, file)
+    notes: dict[str, str] = {}
+    _check_run(values.get("run"), file)
+    data_section, trainer_section, module = (
+        NequIPSection(values[name], file, name, notes) for name in ("data", "trainer", "training_module")
+    )
+    data = DataTranslation(data_section).values
+    training, loss = translate_module(module)
+    model_section = module.below("model")
+    if model_section is None:
+        raise ForgefieldError(f"{file}: 'training_module.model' is missing.")
+    model = translate_model(model_section)
+    weights = weighted_sum(module.below("val_metrics"))
+    module.finish()
+    trainer = translate_trainer(trainer_section, training, loss, model.precision)
+    if data["val"] is not None and weights:
+        training |= {"monitor": "val/weighted_sum", "monitor_weights": weights}
+    if model.engine is not None:
+        training["engine"] = model.engine
+    data |= {"cutoff": model.cutoff or data.get("cutoff"), "reference_energies": model.references}
+    _check_species(data, model.species, file)
+    config: dict[str, Any] = {"name": file.stem}
+    seed = model.seed if model.seed is not None else values["data"].get("seed")
+    config |= {} if seed is None else {"seed": seed}
+    if values["data"].get("seed") is not None:
+        data["split_seed"] = values["data"]["seed"]
+    config |= {"data": data, "model": model.options, "task": loss.task, "training": training, "trainer": trainer}
+    return Translation(config, notes)
+
+
+def _check_run(value: object, file: Path) -> None:
+    steps = value if isinstance(value, list) else [value]
+    for step in steps:
+        if step not in ("train", "val", "test"):
+            raise ForgefieldError(f"{file}: 'run' has {step!r}; it is a list of train, val and test.")
+    if "train" not in steps:
+        raise ForgefieldError(
+            f"{file}: 'run' does not train; test a trained model with `forgefield test RUN --data FILE`."
+        )
+
+
+def _check_species(data: dict[str, Any], names: list[str], file: Path) -> None:
+    """Type names of the model and of the data must be the same; shifts and cutoffs are given by chemical symbol."""
+    symbols = data.setdefault("species", names)
+    if len(symbols) != len(names):
+        raise ForgefieldError(f"{file}: 'training_module.model.type_names' has other types than the data.")
+    if symbols != names and isinstance(data["reference_energies"], dict):
+        by_name = dict(zip(names, symbols, strict=True))
+        data["reference_energies"] = {by_name[name]: value for name, value in data["reference_energies"].items()}
+
+
+def convert_nequip(file: Path, out: Path | None = None, *, overwrite: bool = False) -> str:
+    """The config of a NequIP file as commented YAML, which is written to `out` if that is a path."""
+    from forgefield.config.loading import load_config
+    from forgefield.config.template import require_config_path, write_config, yaml_with_comments
+
+    if out is not None:
+        require_config_path(out, overwrite=overwrite)
+    translated = nequip_translation(read_yaml(file), file)
+    checked = load_config(file)
+    values = translated.config
+    folders = {path.absolute().parent for path in (file, out or file)} | {Path.cwd()}
+    if len(folders) > 1:
+        paths = {"train": checked.data.train, "val": checked.data.val, "test": checked.data.test}
+        values = {**values, "data": {**values["data"], **paths}}
+    header = [f"The run of {file.name}, a config of NequIP; written by `forgefield convert-config`."]
+    if translated.notes:
+        header.append("Keys that do not correspond to a setting:")
+        header += [f"  {key}: {text}" for key, text in translated.notes.items()]
+    text = yaml_with_comments(values, header="\n".join(header), notes=COMMENTS)
+    if out is not None:
+        write_config(out, text)
+    return text
