@@ -100,7 +100,7 @@ def test_a_config_trains_as_it_is_with_the_statistics_and_the_monitor_of_nequip(
     shift = model["energy_shifts"]["Cu"]
     assert min(energies) < shift < max(energies)
     assert set(model["energy_scales"]) == set(model["avg_num_neighbours"]) == {"Cu"}
-    row = run.metrics[-1]
+    row = run.metrics()[-1]
     expected = 0.25 * row["val/energy_total_mae"] / 1000 + 0.75 * row["val/forces_rmse"] / 1000
     assert row["val/weighted_sum"] == pytest.approx(expected, rel=1e-12)
 
