@@ -118,7 +118,7 @@ def test_wrong_types_say_what_is_expected(refused, text, sentence):
         ),
         (
             "data: {reference_energies: fitt}",
-            "is auto, isolated, fit, none or {species: energy}, not 'fitt'. Did you mean 'fit'?",
+            "is auto, isolated, fit, mean, none or {species: energy}, not 'fitt'. Did you mean 'fit'?",
         ),
         ("data: {reference_energies: {H: high}}", "'data.reference_energies.H' is an energy in eV, not 'high'."),
         ("training: {lr: 0}", "'training.lr' is a positive number, not 0.0."),
