@@ -5,6 +5,7 @@ The names below are imported when they are first used, so that `import forgefiel
 
 from __future__ import annotations
 
+from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 from forgefield._version import __version__
@@ -14,6 +15,7 @@ if TYPE_CHECKING:
     from forgefield.api import (
         Calculator,
         Ensemble,
+        check,
         convert_data,
         convert_input,
         evaluate,
@@ -28,6 +30,7 @@ if TYPE_CHECKING:
         predict,
         propose_config,
         relax,
+        report,
         run_exists,
         sample_data,
         select,
@@ -43,6 +46,7 @@ __all__ = [
     "Ensemble",
     "ForgefieldError",
     "__version__",
+    "check",
     "convert_data",
     "convert_input",
     "evaluate",
@@ -57,6 +61,7 @@ __all__ = [
     "predict",
     "propose_config",
     "relax",
+    "report",
     "run_exists",
     "sample_data",
     "select",
@@ -69,10 +74,12 @@ __all__ = [
 
 _FROM_API = frozenset(__all__) - {"ForgefieldError", "__version__"}
 _NAMES_IN_API = {"write_report": "report"}
-"""`forgefield.report` is a package, so the function of that name has another one here."""
+"""An earlier name of `report`."""
 
 
 def __getattr__(name: str) -> Any:
+    if name == "report":  # a package that can be called
+        return import_module("forgefield.report")
     if name in _FROM_API:
         from forgefield import api
 

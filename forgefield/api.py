@@ -10,11 +10,13 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
 from ase import Atoms
+from ase.io import iread
 
 from forgefield.config.components import environment_of_children
 from forgefield.config.deepmd import convert_input
-from forgefield.config.loading import load_config, preset_path, require_training_data
+from forgefield.config.loading import load_config, override_keys, preset_path, require_training_data
 from forgefield.config.sources import read_yaml
 from forgefield.config.template import commented_yaml
 from forgefield.data.conversion import convert_data, sample_data
@@ -27,6 +29,7 @@ from forgefield.evaluation import evaluate_training, is_unmeasured, name_of_test
 from forgefield.inference.ase import Calculator
 from forgefield.inference.ensemble import Ensemble
 from forgefield.inference.predict import predict_file
+from forgefield.inference.structures import as_files, has_structures
 from forgefield.inference.uncertainty import uncertainty_path, with_uncertainty
 from forgefield.ldos.inference.files import predict_run
 from forgefield.ldos.model import LDOSNetwork
@@ -37,8 +40,10 @@ from forgefield.models.registry import exporter
 from forgefield.parallel.launch import detect_launch
 from forgefield.parallel.session import abort_all_on_error, current_ranks
 from forgefield.parallel.spawn import run_ranks
+from forgefield.report.notebook import report
 from forgefield.report.page import write_report
-from forgefield.runs import Run, create_run_from_import, run_exists
+from forgefield.results import Checks, Errors
+from forgefield.runs import PACKAGE_SUFFIX, Run, create_run_from_import, run_exists
 from forgefield.settings import Config
 from forgefield.training.fit import TrainingResult, fit
 from forgefield.training.problem.preflight import check_model_section
@@ -58,6 +63,8 @@ ConfigSource = str | Path | dict[str, Any] | Config
 """A YAML file, a dictionary or a loaded config."""
 RunSource = str | os.PathLike[str] | Run
 """Name or path of a run, or a `Run`."""
+Structures = Atoms | Sequence[Atoms]
+"""One structure or several, in memory."""
 Source = str | os.PathLike[str] | Sequence[str | os.PathLike[str]]
 """Structures or snapshots: a file, folder, glob or store, or a list of them."""
 
@@ -66,6 +73,7 @@ __all__ = [
     "ElectronOptions",
     "Ensemble",
     "Run",
+    "check",
     "convert_data",
     "convert_input",
     "evaluate",
@@ -95,6 +103,7 @@ __all__ = [
 def train(
     config: ConfigSource,
     *overrides: str,
+    data: Structures | Mapping[str, Any] | None = None,
     fresh: bool = False,
     trust_code: bool = False,
 ) -> Run:
@@ -106,6 +115,11 @@ def train(
         A YAML file, a dictionary, a loaded config, or the folder of a run to resume with the settings stored there.
     *overrides
         `key=value` strings, as on the command line.
+    data
+        Training data in place of `data.train`: a list of `ase.Atoms` with labels, or `{"train": ..., "val": ..., "test": ...}`,
+        each a list of structures or anything that the config takes. In a dictionary, structures may also be under `data.train`
+        and the others. They are written to `OUT/structures`, from where a resumed run reads them; the same structures are the
+        same file.
     fresh
         Start over even if the run exists; the existing one is renamed.
     trust_code
@@ -113,9 +127,11 @@ def train(
     """
     with abort_all_on_error(current_ranks()):
         if isinstance(config, (str, Path)) and (Path(config) / "run.json").is_file():
+            if data is not None:
+                raise ForgefieldError(f"{config} is a run, which is resumed with its own data; leave out data=.")
             loaded = config_of_run(Run(Path(config)), overrides, trust_code=trust_code)
         else:
-            loaded = load_config(config, list(overrides), trust_code=trust_code)
+            loaded = _config_with_structures(config, overrides, data, trust_code=trust_code)
         require_training_data(loaded)
         fitted = train_with_outcome(loaded, fresh=fresh, trust_code=trust_code)
     if fitted.outcome == "failed":
@@ -123,6 +139,37 @@ def train(
             f"The training in several processes ended with exit code {fitted.exit_code}; see the messages above."
         )
     return fitted.run
+
+
+_SETS = ("train", "val", "test")
+
+
+def _config_with_structures(
+    config: ConfigSource, overrides: Sequence[str], data: Structures | Mapping[str, Any] | None, *, trust_code: bool
+) -> Config:
+    """The loaded config, in which structures in memory are replaced by files in the folder of its runs."""
+    given = dict(data) if isinstance(data, Mapping) else {} if data is None else {"train": data}
+    if unknown := [str(name) for name in given if name not in _SETS]:
+        raise ForgefieldError(f"data= has '{unknown[0]}'; it takes {', '.join(_SETS)}.")
+    section = config.get("data") if isinstance(config, dict) else None
+    if isinstance(config, dict) and isinstance(section, Mapping):
+        named = {name: value for name, value in section.items() if name in _SETS and has_structures(value)}
+        if twice := sorted(named.keys() & given.keys()):
+            raise ForgefieldError(f"data.{twice[0]} is given twice, in the config and as data=; leave one of them out.")
+        given = {**named, **given}
+        config = {**config, "data": {name: value for name, value in section.items() if name not in named}}
+    loaded = load_config(config, list(overrides), trust_code=trust_code)
+    if not given:
+        return loaded
+    for key in override_keys(overrides):
+        if key.removeprefix("data.") in given:
+            raise ForgefieldError(f"{key} is given twice, as an override and as structures; leave one of them out.")
+    first = current_ranks().is_rank_zero
+    files = as_files(given, Path(loaded.out) / "structures", write=first)
+    current_ranks().barrier()
+    for name, value in files.items():
+        setattr(loaded.data, name, value)
+    return load_config(loaded, trust_code=trust_code)
 
 
 def train_with_outcome(
@@ -241,7 +288,7 @@ def load_run(name: str | os.PathLike[str], *, out: str | os.PathLike[str] = "run
 
 def test(
     run: RunSource,
-    data: Source | Mapping[str, Source],
+    data: Source | Structures | Mapping[str, Source | Structures],
     *,
     options: DataOptions | None = None,
     which: str = "best",
@@ -258,8 +305,8 @@ def test(
     run
         Name or path of a run.
     data
-        A file, folder, glob or list of them; or several sets by name, `{"300K": "a.xyz", "600K": "b.xyz"}`, whose errors are
-        then returned by name.
+        A file, folder, glob or list of them, or a list of `ase.Atoms` with labels, which are stored in the run; or several
+        sets by name, `{"300K": "a.xyz", "600K": "b.xyz"}`, whose errors are then returned by name.
     options
         Labels and units of the data; default: as in training.
     which, device, head, trust_code
@@ -279,6 +326,9 @@ def test(
             run.writable()
         ranks.barrier()
         run = run.writable()
+        if has_structures(data):
+            data = as_files(data, run.path / "structures", write=ranks.is_rank_zero)
+            ranks.barrier()
         options = options if options is not None else run.data_options()
         sets: Mapping[str, object] = data if isinstance(data, Mapping) and is_named(data) else {"": data}
         test_data, errors = run.kind.test.load(), {}
@@ -298,13 +348,15 @@ def test(
             )
         if ranks.is_rank_zero:
             write_report(run.path)
-        return errors if is_named(data) else errors[""]
+        units = run.units | (run.kind.error_units.load() if run.kind.error_units is not None else {})
+        shown = {name: Errors(values, units) for name, values in errors.items()}
+        return shown if is_named(data) else shown[""]
 
 
 def predict(
     run: RunSource,
-    source: Source,
-    out: str | os.PathLike[str],
+    source: Source | Structures,
+    out: str | os.PathLike[str] | None = None,
     *,
     options: DataOptions | None = None,
     which: str = "best",
@@ -320,20 +372,22 @@ def predict(
     ensemble: Sequence[RunSource] = (),
     model_devi: str | os.PathLike[str] | None = None,
     as_labels: bool = False,
-) -> Path:
-    """Predict the structures of `source` and return the path of the result.
+) -> Path | list[Atoms]:
+    """Predict the structures of `source` and return the path of the result, or without `out` the structures with predictions.
 
-    A potential writes the structures with energies, forces and stress to the file `out`; an LDOS run writes densities, DOS and
-    energies to the new folder `out`.
+    Without `out`, the predictions are the calculator results of the structures: `atoms.get_potential_energy()` (eV),
+    `atoms.get_forces()` (eV/A), `atoms.get_stress()`; labels are kept as `REF_energy` and so on.
+    With `out`, a potential writes the structures with energies, forces and stress to that file; an LDOS run writes densities,
+    DOS and energies to that new folder.
 
     Parameters
     ----------
     run
         Name or path of a run.
     source
-        A file, folder, glob or list of them. Labels are not needed; labels and other values in the files are kept.
+        A file, folder, glob or list of them, or a list of `ase.Atoms`. Labels are not needed; labels and other values are kept.
     out
-        File or folder to write.
+        File or folder to write. Default: none, for a potential.
     options
         Labels and units of `source`; default: as in training.
     which, device, head, trust_code
@@ -361,6 +415,33 @@ def predict(
     _require_first_rank("predict")
     run = Run.open(run, trust_code=trust_code)
     run.require_head(head)
+    if out is None or has_structures(source):
+        if out is None and run.of_points:
+            raise ForgefieldError(
+                f"Run {run.name} was trained on grid points; name a folder for its predictions: out=FOLDER."
+            )
+        with tempfile.TemporaryDirectory(prefix="forgefield-") as folder:
+            file = Path(folder) / "predicted.extxyz"
+            result = predict(
+                run,
+                as_files(source, Path(folder)),
+                file if out is None else out,
+                options=options,
+                which=which,
+                device=device,
+                labels_required=labels_required,
+                head=head,
+                electrons=electrons,
+                overwrite=overwrite,
+                batch=batch,
+                notify=notify,
+                trust_code=trust_code,
+                uncertainty=uncertainty,
+                ensemble=ensemble,
+                model_devi=model_devi,
+                as_labels=as_labels,
+            )
+            return list(iread(file, index=":")) if out is None else result
     options = options if options is not None else run.data_options()
     if run.of_points:
         if uncertainty is not None or ensemble:
@@ -771,10 +852,55 @@ def learn(
     return run_loop(loop, overrides, device=device, notify=notify)
 
 
-def report(run: RunSource) -> Path:
-    """Rewrite `report.html` of a run and return its path."""
-    _require_first_rank("report")
-    return write_report(Run.open(run).writable().path)
+def check(
+    target: RunSource | ConfigSource,
+    *overrides: str,
+    data: Source | Structures | None = None,
+    frames: int = 4,
+    which: str = "best",
+    head: str | None = None,
+    seed: int = 0,
+    trust_code: bool = False,
+) -> Checks:
+    """Check symmetry, exact derivatives, smoothness and locality of a model on data, in float64; returns a result for each law.
+
+    Parameters
+    ----------
+    target
+        A run, whose trained model is checked, or a config (a YAML file, a dictionary or a loaded config), for which a model
+        with new weights is built.
+    *overrides
+        `key=value` strings, as on the command line.
+    data
+        Structures to check on: a file, folder or glob, or a list of `ase.Atoms`; default: the training data.
+    frames
+        Number of structures to draw from them.
+    which, head, trust_code
+        As in `load`.
+    seed
+        Seed for choosing structures, rotations and directions.
+    """
+    from forgefield.checks.suite import Subject
+
+    _require_first_rank("check")
+    if frames < 1:
+        raise ForgefieldError(f"frames is {frames}; it should be 1 or more.")
+    is_file = (
+        isinstance(target, (str, os.PathLike)) and Path(target).is_file() and Path(target).suffix != PACKAGE_SUFFIX
+    )
+    with tempfile.TemporaryDirectory(prefix="forgefield-") as folder:
+        if data is not None and has_structures(data):
+            data = as_files(data, Path(folder))
+        if is_file or isinstance(target, (dict, Config)):
+            config = Path(target) if isinstance(target, (str, os.PathLike)) else target
+            assert not isinstance(config, Run), "runs have no suffix of a config"
+            subject = Subject.of_config(config, overrides, data=data, head=head, trust_code=trust_code)
+        else:
+            assert isinstance(target, (str, os.PathLike, Run)), "everything else is a config"
+            opened = Run.open(target, trust_code=trust_code)
+            subject = Subject.of_run(opened, overrides, data=data, which=which, head=head, trust_code=trust_code)
+        generator = np.random.default_rng(seed)
+        return Checks(subject.check(subject.choose_frames(frames, generator), generator), subject.radial_tables())
 
 
 def _require_first_rank(verb: str) -> None:

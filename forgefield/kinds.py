@@ -85,3 +85,11 @@ KINDS = {kind.name: kind for kind in (FRAMES, POINTS)}
 def kind_of_model(name: object) -> SampleKind:
     """The kind of samples that the model of this name takes. name: `model.name`, of a built-in or a user-defined model."""
     return next((kind for kind in KINDS.values() if name in kind.models), FRAMES)
+
+
+EVALUATE_ATOMS = ImportPath("forgefield.inference.structures.evaluate_atoms")
+"""`(potential, atoms) -> Evaluation`: what `potential(atoms)` computes, which needs neighbour lists."""
+PLOT_RUN = ImportPath("forgefield.report.curves.plot_run")
+"""`(folder) -> Figure`: the learning curves of a run."""
+RUN_HTML = ImportPath("forgefield.report.curves.run_html")
+"""`(folder) -> str`: how a run is displayed in a notebook."""

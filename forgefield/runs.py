@@ -11,9 +11,10 @@ import os
 import platform
 from collections.abc import Callable, Mapping
 from functools import cached_property
+from html import escape
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar, cast
 
 import torch
 from torch import nn
@@ -29,15 +30,20 @@ from forgefield.data.options import DataOptions
 from forgefield.errors import ForgefieldError
 from forgefield.files import write_atomically
 from forgefield.formats import VERSION, Format
-from forgefield.kinds import POINTS, SampleKind, kind_of_model
+from forgefield.kinds import PLOT_RUN, POINTS, RUN_HTML, SampleKind, kind_of_model
 from forgefield.models.importing import ImportedModel, ImportRequest
 from forgefield.models.potential import Potential
 from forgefield.models.predictor import FORCES, NOISE
 from forgefield.models.registry import importer
 from forgefield.models.resolving import HEADS, PREDICTS, branch_names, single_branch
+from forgefield.results import Metrics, Predictions
 from forgefield.settings import Config
+from forgefield.untrusted.archives import npz_arrays
 from forgefield.untrusted.documents import load_json
 from forgefield.weights import Weights, digest, read_weights, write_weights
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
 
 WEIGHTS = ("best", "last")
 UNCERTAINTY = "uncertainty.safetensors"
@@ -96,7 +102,16 @@ class Run:
         """Whether code that the run names may be imported."""
 
     def __repr__(self) -> str:
-        return f"Run({str(self.path)!r})"
+        try:
+            info = self.info
+        except ForgefieldError:
+            return f"Run({str(self.path)!r})"
+        facts = {"status": info.get("status"), "epochs": info.get("epochs"), "parameters": info.get("parameters")}
+        given = "".join(f", {name}={value}" for name, value in facts.items() if value is not None)
+        return f"Run({str(self.path)!r}{given})"
+
+    def _repr_html_(self) -> str:
+        return str(RUN_HTML.load()(self.path))
 
     @classmethod
     def open(
@@ -240,10 +255,34 @@ class Run:
     def checkpoints(self) -> Path:
         return self.path / "checkpoints"
 
-    def metrics(self) -> list[dict[str, Any]]:
-        """The rows of `metrics.jsonl`."""
+    def metrics(self) -> Metrics:
+        """The rows of `metrics.jsonl`: a list of dictionaries. `metrics()["val/loss"]` is a column as an array, and
+        `metrics().dataframe()` a pandas DataFrame."""
         path = self.path / "metrics.jsonl"
-        return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
+        return Metrics(json.loads(line) for line in path.read_text().splitlines()) if path.exists() else Metrics()
+
+    def plot(self) -> Figure:
+        """A matplotlib figure of the loss and of the errors over the training, in physical units."""
+        return cast("Figure", PLOT_RUN.load()(self.path))
+
+    def predictions(self, split: str = "test") -> Predictions:
+        """Predictions and references of a split as arrays by name: `energy_pred`, `energy_ref` (eV), `forces_pred`,
+        `forces_ref` (eV/A), `n_atoms`, ...
+
+        split: `test`, `val`, or the name of other results (`test-NAME`).
+        """
+        folder = self.path / "predictions"
+        suffix = "-points" if self.of_points else ""
+        path = folder / f"{split}{suffix}.npz"
+        if not path.is_file():
+            stored = (
+                ", ".join(sorted(file.stem.removesuffix(suffix) for file in folder.glob(f"*{suffix}.npz"))) or "none"
+            )
+            raise ForgefieldError(
+                f"Run {self.name} has no predictions of '{split}'; there are: {stored}. forgefield.test(run, data) "
+                "computes them."
+            )
+        return Predictions(npz_arrays(path), f"{split}, run {self.name}")
 
     def write_info(self, **changes: object) -> None:
         """Change keys of `run.json`, atomically."""
@@ -386,8 +425,14 @@ class PackagedRun(Run):
     def info(self) -> dict[str, Any]:
         return RunInfo(self.path, RUN_JSON.upgrade(dict(self.note["info"]), self.path))
 
-    def metrics(self) -> list[dict[str, Any]]:
-        return []
+    def metrics(self) -> Metrics:
+        return Metrics()
+
+    def plot(self) -> Figure:
+        raise ForgefieldError(f"{self.path} is a packaged model, which has no learning curves; the run has them.")
+
+    def _repr_html_(self) -> str:
+        return f"<code>{escape(repr(self))}</code>"
 
     def write_info(self, **changes: object) -> None:
         raise ForgefieldError(f"{self.path} is a packaged model, which is not changed; unpack it to train it further.")

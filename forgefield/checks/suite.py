@@ -3,6 +3,7 @@ order, and the table of their results."""
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -60,10 +61,10 @@ class Subject:
     @classmethod
     def of_run(
         cls,
-        name: str,
+        name: str | os.PathLike[str] | Run,
         overrides: Sequence[str] = (),
         *,
-        data: str | None = None,
+        data: object = None,
         which: str = "best",
         head: str | None = None,
         trust_code: bool = False,
@@ -84,10 +85,10 @@ class Subject:
     @classmethod
     def of_config(
         cls,
-        file: str | Path,
+        file: str | Path | dict[str, Any] | Config,
         overrides: Sequence[str] = (),
         *,
-        data: str | None = None,
+        data: object = None,
         head: str | None = None,
         trust_code: bool = False,
     ) -> Subject:

@@ -232,12 +232,12 @@ class Calculator(AseCalculator):
         """What has changed since the last calculation; ASE does not look at parameters by itself."""
         changes = super().check_state(atoms, tol=tol)
         if self.potential.inputs and self.atoms is not None:
-            before, now = (_parameters(structure, self.potential) for structure in (self.atoms, atoms))
+            before, now = (parameters_of(structure, self.potential) for structure in (self.atoms, atoms))
             changes += [name for name in now if not np.array_equal(now[name], before.get(name, np.nan))]
         return changes
 
     def _inputs(self, atoms: Atoms) -> dict[str, torch.Tensor]:
-        found = _parameters(atoms, self.potential)
+        found = parameters_of(atoms, self.potential)
         return {name: torch.from_numpy(values).to(self.device) for name, values in found.items()}
 
     def _batch(self, frame: Frame) -> dict[str, torch.Tensor]:
@@ -256,7 +256,7 @@ class Calculator(AseCalculator):
         return {name: tensor.to(self.device) for name, tensor in batch.items()}
 
 
-def _parameters(atoms: Atoms, potential: Potential) -> dict[str, np.ndarray]:
+def parameters_of(atoms: Atoms, potential: Potential) -> dict[str, np.ndarray]:
     """Additional inputs of the model: those of the frame from `atoms.info`, those of atoms from `atoms.arrays`."""
     found = {}
     for name, (per, count) in potential.inputs.items():

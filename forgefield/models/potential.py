@@ -7,6 +7,7 @@ them share, in float64: forces are the exact derivative of the energy, stress it
 from __future__ import annotations
 
 from collections.abc import Mapping
+from typing import Any
 
 import torch
 import torch.autograd.forward_ad as forward_ad
@@ -15,6 +16,7 @@ from torch import Tensor, nn
 from forgefield.errors import ForgefieldError
 from forgefield.kernels.core.runtime import use_kernels
 from forgefield.kernels.edges.segments import forces_by_kernel, sums_by_kernel
+from forgefield.kinds import EVALUATE_ATOMS
 from forgefield.models.edges import (
     Batch,
     EdgeContext,
@@ -98,6 +100,12 @@ class Potential(nn.Module):
     def required_inputs(self) -> list[str]:
         """Those of `inputs` that every frame has to carry."""
         return [name for name in self.inputs if name not in self.interface.optional_inputs]
+
+    def __call__(self, batch: Batch, **options: Any) -> Any:
+        """As `forward`; for `ase.Atoms`, an object with `energy` (eV), `forces` (eV/A) and `stress` (eV/A^3)."""
+        if isinstance(batch, Mapping):
+            return super().__call__(batch, **options)
+        return EVALUATE_ATOMS.load()(self, batch)
 
     def forward(
         self, batch: Batch, *, forces: bool = True, stress: bool = False, memory: StepMemory | None = None

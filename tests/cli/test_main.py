@@ -136,10 +136,9 @@ IN_PYTHON = {
     "data": ["inspect_data", "convert_data", "sample_data"],
     "convert-config": ["convert_input"],
     "import": ["import_model"],
-    "report": ["write_report"],
 }
 """Functions for verbs that have another name in Python."""
-WITHOUT_FUNCTION = ("check", "bench", "lammps", "completion")
+WITHOUT_FUNCTION = ("bench", "lammps", "completion")
 
 
 @pytest.mark.parametrize("verb", [verb for verb in cli.VERBS if verb not in WITHOUT_FUNCTION])
@@ -149,4 +148,4 @@ def test_every_verb_is_a_documented_function(verb):
         assert name in forgefield.__all__
         function = getattr(forgefield, name)
         assert callable(function)
-        assert f"autofunction:: forgefield.api.{'report' if name == 'write_report' else name}\n" in page
+        assert f"autofunction:: forgefield.api.{name}\n" in page

@@ -49,6 +49,22 @@ SHORTER = {
         ("(0.001, 0.03)}", "(0.001,)}"),
         ("0.03: rates[0.03]", "0.03: rates[0.001]"),
     ],
+    "fine-tuning": [
+        ("range(80)", "range(8)"),
+        ("range(200, 230)", "range(200, 204)"),
+        ("max_epochs: 20", "max_epochs: 1"),
+        ("max_epochs: 40", "max_epochs: 1"),
+        ("num_features: 16", "num_features: 4"),
+    ],
+    "active-learning": [
+        ("for seed in range(15)", "for seed in range(5)"),
+        ("100 + seed)) for seed in range(6)", "100 + seed)) for seed in range(1)"),
+        ("1000 + seed) for seed in range(6)", "1000 + seed) for seed in range(2)"),
+        ("max_epochs: 30", "max_epochs: 1"),
+        ("num_features: 8", "num_features: 4"),
+        ("iterations: 2", "iterations: 1"),
+        ("ps: 0.2", "ps: 0.02"),
+    ],
     "lammps": [
         ("range(100)", "range(8)"),
         ("max_epochs: 20", "max_epochs: 1"),

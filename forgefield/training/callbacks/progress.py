@@ -1,4 +1,4 @@
-"""The progress of a training: a live display on a terminal, a few compact lines in a log.
+"""The progress of a training: a live display on a terminal or in a notebook, a few compact lines in a log.
 
 Contract: a step costs one reading of the clock. Metrics, which may wait for the device, are read only when something is shown:
 at most `per_second` times a second on a terminal, once per validation or epoch in a log. The terminal is restored however the
@@ -7,10 +7,11 @@ training ends.
 
 from __future__ import annotations
 
+import io
 import math
 import time
 from collections.abc import Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import lightning as L
 from lightning.pytorch.callbacks import ProgressBar
@@ -28,6 +29,11 @@ from forgefield.training.optim.schedules import current_learning_rate
 from forgefield.training.run.summary import digits
 from forgefield.training.trainer import callbacks_of
 
+if TYPE_CHECKING:
+    from IPython.display import DisplayHandle
+
+NOTEBOOK_WIDTH = 110
+"""Characters in a line of the display in a notebook."""
 FIRST_LINES = 20
 """Number of lines at the beginning of a log that are never skipped."""
 _SHOWN = ("energy", "forces", "stress")
@@ -65,7 +71,7 @@ class RunProgress(ProgressBar):
         self._deadline = time.monotonic() + max_seconds if max_seconds is not None else None
         self.best: dict[str, float] = {}
         self._enabled = True
-        self._live: Live | None = None
+        self._live: Live | NotebookDisplay | None = None
         self._next_refresh = 0.0
         self._values: dict[str, float] = {}
         self._speed: dict[str, float] = {}
@@ -237,7 +243,7 @@ class RunProgress(ProgressBar):
 
     def _print_due(self, trainer: L.Trainer, *, last: bool = False, read: bool = True) -> None:
         due, self._due = self._due, None
-        if due is None or not self._enabled or self.console.is_terminal:
+        if due is None or not self._enabled or self._is_live:
             return
         total = _total_epochs(trainer)
         total = total * _validations_per_epoch(trainer) if total else None
@@ -276,9 +282,17 @@ class RunProgress(ProgressBar):
 
     def _begin(self, phase: str, batches: int) -> None:
         self._phase, self._batch, self._batches = phase, 0, batches
-        if self._enabled and self.console.is_terminal and self._live is None:
+        if not self._enabled or not self._is_live or self._live is not None:
+            return
+        if self.console.is_jupyter:
+            self._live = NotebookDisplay()
+        else:
             self._live = Live(console=self.console, auto_refresh=False, transient=False, redirect_stderr=True)
             self._live.start()
+
+    @property
+    def _is_live(self) -> bool:
+        return self.console.is_terminal or self.console.is_jupyter
 
     def _refresh(self, trainer: L.Trainer, *, now: bool = False) -> None:
         if self._live is None:
@@ -332,6 +346,29 @@ class RunProgress(ProgressBar):
         texts = [Text(f"{short_number(self._speed[f'{kind}_per_second'])} {kind}/s", style="cyan") for kind in kinds]
         left = self.seconds_left(trainer) if fitting else None
         return [*texts, Text(f"left {short_duration(left)}", style="green")] if left is not None else texts
+
+
+class NotebookDisplay:
+    """One output of a notebook's cell, replaced by every update. rich would need ipywidgets for it, and redraw without them."""
+
+    def __init__(self) -> None:
+        self._handle: DisplayHandle | None = None
+
+    def update(self, content: Group, *, refresh: bool) -> None:
+        text = io.StringIO()
+        Console(file=text, width=NOTEBOOK_WIDTH, force_terminal=False, force_jupyter=False, no_color=True).print(
+            content
+        )
+        data = {"text/plain": text.getvalue().rstrip("\n")}
+        if self._handle is None:
+            from IPython.display import display
+
+            self._handle = display(data, raw=True, display_id=True)
+        else:
+            self._handle.update(data, raw=True)
+
+    def stop(self) -> None:
+        """The last update stays."""
 
 
 def line_is_due(occasion: int, total: int | None, max_lines: int) -> bool:

@@ -190,7 +190,7 @@ Batch = TypeVar("Batch")
 
 def with_progress(batches: Iterable[Batch], n_batches: int, journal: Journal, what: str) -> Iterator[Batch]:
     """The batches, with a progress bar or, in a log, lines. what: what is evaluated, for messages."""
-    if journal.console.is_terminal and journal.ranks.is_rank_zero:
+    if journal.console.is_terminal and not journal.console.is_jupyter and journal.ranks.is_rank_zero:
         columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
         with Progress(*columns, console=journal.console, transient=True) as bar:
             yield from bar.track(batches, total=n_batches, description=f"evaluating {what}")
