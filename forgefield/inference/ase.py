@@ -123,8 +123,9 @@ class Calculator(AseCalculator):
     classes as `NAME_prob`. A model of dipoles or polarisabilities without an energy gives these alone:
     `atoms.get_dipole_moment()`.
 
-    Uncertainties are standard deviations: `energy_uncertainty` (eV), `energies_uncertainty` (n_atoms,) (eV) and
-    `forces_uncertainty` (n_atoms, 3) (eV/A). An ensemble also has DeePMD-kit's deviations (`max_devi_f` and others).
+    Uncertainties are standard deviations: `energy_uncertainty` (eV), `energies_uncertainty` (n_atoms,) (eV),
+    `forces_uncertainty` (n_atoms, 3) (eV/A) and for cells with a volume `stress_uncertainty` (6,) (eV/A^3). An ensemble also
+    has DeePMD-kit's deviations (`max_devi_f` and others).
 
     A model trained with `task.forces.direct` predicts forces directly: they are not the derivative of the energy, which
     dynamics does not conserve; `forces_are_direct` is true for such a model.
@@ -194,7 +195,7 @@ class Calculator(AseCalculator):
         has_volume = frame.volume > 0
         if "stress" in properties and not has_volume:
             raise PropertyNotImplementedError("stress needs a cell with a volume; this structure has none")
-        of_gradients = ("forces", "stress", "forces_uncertainty")
+        of_gradients = ("forces", "stress", "forces_uncertainty", "stress_uncertainty")
         gradients = self.potential.has_energy and any(name in properties for name in of_gradients)
         # Derivatives come together; direct forces have none, so that a stress is made only where it is asked for.
         stressed = gradients and has_volume and (not self.forces_are_direct or "stress" in properties)
@@ -207,7 +208,9 @@ class Calculator(AseCalculator):
             self.results = {"energy": energy, "free_energy": energy, "energies": out["atomic_energy"]}
         of_atoms = per_atom_outputs(self.potential)
         for name, per in self.potential.uncertainty_outputs.items():
-            if name in out:
+            if name == "stress_uncertainty" and name in out:
+                self.results[name] = full_3x3_to_voigt_6_stress(out[name][0])
+            elif name in out:
                 self.results[name] = out[name] if per == "atom" else float(out[name][0])
         for name, value in extra.items():
             array = value.cpu().numpy()

@@ -20,9 +20,14 @@ from forgefield.kernels.convolution.dispatch import evaluation
 from forgefield.models.potential import Potential
 
 Batch = dict[str, torch.Tensor]
-UNCERTAINTIES = {"energy_uncertainty": "frame", "energies_uncertainty": "atom", "forces_uncertainty": "atom"}
+UNCERTAINTIES = {
+    "energy_uncertainty": "frame",
+    "energies_uncertainty": "atom",
+    "forces_uncertainty": "atom",
+    "stress_uncertainty": "frame",
+}
 """Names of uncertainties, which have a value for each frame or each atom: standard deviations of energies and of atomic
-energies, eV, and of forces (n_atoms, 3), eV/A."""
+energies, eV, of forces (n_atoms, 3), eV/A, and of stress (n_frames, 3, 3), eV/A^3."""
 
 
 def predict_dataset(
@@ -46,7 +51,8 @@ def predict_dataset(
     - n_atoms: (n_frames,); species: (sum of n_atoms,), index into species_symbols: (n_species,)
     - NAME_pred, NAME_ref of every extra output of the model: `(n_frames, *shape)` or `(sum of n_atoms, *shape)`; for classes
       the label of the most probable one, and NAME_prob: (..., n_classes), the probabilities of all
-    - energy_uncertainty, energies_uncertainty, forces_uncertainty of models that have them, see `UNCERTAINTIES`
+    - energy_uncertainty, energies_uncertainty, forces_uncertainty, stress_uncertainty of models that have them, see
+      `UNCERTAINTIES`
 
     A model without an energy gives its extra outputs only.
     """

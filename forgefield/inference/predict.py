@@ -199,8 +199,8 @@ def _image(frame: Frame, values: dict[str, Any], potential: Potential) -> Atoms:
     for name, per in potential.uncertainty_outputs.items():
         if name in values and per == "atom":
             atoms.arrays[name] = values[name]
-        elif name in values:
-            atoms.info[name] = float(values[name])
+        elif name in values and (np.ndim(values[name]) == 0 or frame.volume > 0):
+            atoms.info[name] = values[name] if np.ndim(values[name]) else float(values[name])
     keep_labels(atoms, frame)
     if potential.has_energy or potential.forces_are_direct:
         atoms.calc = SinglePointCalculator(atoms, **_results(frame, values))

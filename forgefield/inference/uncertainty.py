@@ -25,14 +25,14 @@ from forgefield.inference.evaluate import UNCERTAINTIES
 from forgefield.kernels.convolution.dispatch import evaluation
 from forgefield.models.edges import Batch, EdgeContext, StepMemory, edge_vectors
 from forgefield.models.interface import AtomisticModel, ExtraOutput
-from forgefield.models.potential import Potential
+from forgefield.models.potential import Potential, per_volume, strained
 from forgefield.models.resolving import branch_names
 from forgefield.runs import UNCERTAINTY, PackagedRun, Run
 from forgefield.weights import Weights, write_weights
 
-ENERGY, ENERGIES, FORCES = UNCERTAINTIES
+ENERGY, ENERGIES, FORCES, STRESS = UNCERTAINTIES
 LEVELS = ("energy", "forces")
-"""What uncertainties are requested: of energies alone, or of forces too, which needs many derivatives."""
+"""What uncertainties are requested: of energies alone, or of forces and stress too, which needs many derivatives."""
 MOST_PASSES = 64
 """Uncertainties of forces need one derivative for each weight of the last layer. Where there are more weights, this number of
 random combinations of them is used, and standard deviations have a relative error of 1 / sqrt(2 * 64) = 9 %."""
@@ -45,7 +45,7 @@ class LastLayerUncertainty:
 
     factor: (n_weights, n_weights), float64; the covariance of the weights is factor @ factor.T, times the square of a scale.
     energy_scale: scale for energies, from the errors of validation frames.
-    forces_scale: the same for forces; None where there are no forces to calibrate with.
+    forces_scale: the same for forces, used for stress too; None where there are no forces to calibrate with.
     about: how it was made, as plain values.
     """
 
@@ -58,20 +58,24 @@ class LastLayerUncertainty:
         """(...,) standard deviations of energies, eV, whose features (..., n_weights) are known."""
         return self.energy_scale * torch.linalg.vector_norm(features @ self._on(features), dim=-1)
 
-    def evaluate(self, potential: Potential, batch: Batch, *, forces: bool = False) -> dict[str, Tensor]:
+    def evaluate(
+        self, potential: Potential, batch: Batch, *, forces: bool = False, stress: bool = False
+    ) -> dict[str, Tensor]:
         """Uncertainties of a batch by name, float64, detached: `energy_uncertainty` (n_frames,), eV,
-        `energies_uncertainty` (n_atoms,), eV, and with `forces` also `forces_uncertainty` (n_atoms, 3), eV/A.
+        `energies_uncertainty` (n_atoms,), eV, with `forces` also `forces_uncertainty` (n_atoms, 3), eV/A, and with `stress`
+        also `stress_uncertainty` (n_frames, 3, 3), eV/A^3; NaN for a frame without a volume.
 
-        potential: the model that the distribution belongs to. forces: costs a derivative for each weight (at most 64).
+        potential: the model that the distribution belongs to. forces, stress: cost a derivative for each weight (at most 64).
         """
-        positions = batch["positions"].detach()
-        with torch.set_grad_enabled(forces), evaluation():
-            moved = batch | {"positions": positions.requires_grad_(True)} if forces else batch
+        with torch.set_grad_enabled(forces or stress), evaluation():
+            moved, positions, strain = strained(batch) if forces or stress else (batch, None, None)
             features = potential.last_layer(moved, EdgeContext(edge_vectors(moved), moved)).features
             self._require_size(features)
             found = self._of_energies(features.detach(), batch)
-            if forces:
-                found[FORCES] = self._of_forces(features, moved["positions"])
+            if positions is not None and strain is not None:
+                of_forces, of_virial = self._of_derivatives(features, [positions, strain])
+                found |= {FORCES: of_forces} if forces else {}
+                found |= {STRESS: per_volume(of_virial, batch["cell"])} if stress else {}
         return found
 
     def _of_energies(self, features: Tensor, batch: Batch) -> dict[str, Tensor]:
@@ -79,20 +83,21 @@ class LastLayerUncertainty:
         summed = features.new_zeros(n_frames, features.shape[1]).index_add_(0, batch["frame"], features)
         return {ENERGY: self.of_features(summed), ENERGIES: self.of_features(features)}
 
-    def _of_forces(self, features: Tensor, positions: Tensor) -> Tensor:
-        """(n_atoms, 3): root of the sum of squared derivatives of all combinations of features."""
+    def _of_derivatives(self, features: Tensor, variables: list[Tensor]) -> list[Tensor]:
+        """Root of the sum of squared derivatives, in each variable, of all combinations of features."""
         if self.forces_scale is None:
             raise ForgefieldError(
                 "The uncertainty of forces was not calibrated, because the validation frames have no forces; request energies "
                 "only."
             )
         summed = (features @ self._combinations(features)).sum(0)  # frames do not interact
-        variance = torch.zeros_like(positions)
+        variances = [torch.zeros_like(variable) for variable in variables]
         for number, column in enumerate(summed):
             last = number == len(summed) - 1
-            (slope,) = torch.autograd.grad(column, positions, retain_graph=not last, allow_unused=True)
-            variance += 0 if slope is None else slope.square()
-        return self.forces_scale * variance.sqrt()
+            slopes = torch.autograd.grad(column, variables, retain_graph=not last, allow_unused=True)
+            for variance, slope in zip(variances, slopes):
+                variance += 0 if slope is None else slope.square()
+        return [self.forces_scale * variance.sqrt() for variance in variances]
 
     def _combinations(self, like: Tensor) -> Tensor:
         """(n_weights, n) columns whose squared derivatives sum up to variances: all of the factor, or random ones."""
@@ -117,8 +122,8 @@ class LastLayerUncertainty:
 class UncertainPotential(Potential):
     """A potential whose outputs include uncertainties.
 
-    potential: the model. uncertainty: of its last layer. level: `energy`, or `forces` for those of forces too, where forces
-    are requested.
+    potential: the model. uncertainty: of its last layer. level: `energy`, or `forces` for those of forces and stress too,
+    where these are requested.
     """
 
     def __init__(self, potential: Potential, uncertainty: LastLayerUncertainty, level: str) -> None:
@@ -138,15 +143,19 @@ class UncertainPotential(Potential):
 
     @property
     def uncertainty_outputs(self) -> Mapping[str, str]:
-        return {ENERGY: "frame", ENERGIES: "atom"} | ({FORCES: "atom"} if self.level == "forces" else {})
+        return {ENERGY: "frame", ENERGIES: "atom"} | (
+            {FORCES: "atom", STRESS: "frame"} if self.level == "forces" else {}
+        )
 
     def forward(
         self, batch: Batch, *, forces: bool = True, stress: bool = False, memory: StepMemory | None = None
     ) -> dict[str, Tensor]:
         """As those of the potential, and uncertainties; see `LastLayerUncertainty.evaluate`."""
         outputs: dict[str, Tensor] = self.base(batch, forces=forces, stress=stress, memory=memory)
-        also_forces = self.level == "forces" and forces
-        return outputs | self.uncertainty.evaluate(self.base, batch, forces=also_forces)
+        derivatives = self.level == "forces"
+        return outputs | self.uncertainty.evaluate(
+            self.base, batch, forces=forces and derivatives, stress=stress and derivatives
+        )
 
 
 def with_uncertainty(potential: Potential, run: Run, which: str, level: str | None) -> Potential:

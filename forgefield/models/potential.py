@@ -192,25 +192,20 @@ class Potential(nn.Module):
             products = (vectors if outer else vectors.detach()).unsqueeze(2) * slope.unsqueeze(1)
             frame = Segments(batch["frame"][batch["edge_index"][1]], batch["n_atoms"].shape[0], rows_are_sorted=True)
             virial = segment_sum(products, frame)
-            outputs["stress"] = _per_volume(0.5 * (virial + virial.transpose(1, 2)), batch["cell"])
+            outputs["stress"] = per_volume(0.5 * (virial + virial.transpose(1, 2)), batch["cell"])
         return outputs
 
     def _through_positions(self, batch: Batch, forces: bool, stress: bool) -> dict[str, Tensor]:
         """Differentiate in positions and in a symmetric strain of positions and cells."""
-        positions = batch["positions"]
-        outer = positions.requires_grad or batch["cell"].requires_grad
-        positions = positions if positions.requires_grad else positions.detach().requires_grad_(True)
-        strain = torch.zeros_like(batch["cell"]).requires_grad_(True)
-        deformation = 0.5 * (strain + strain.transpose(1, 2))
-        moved = positions + rows_times(positions, deformation.index_select(0, batch["frame"]))
-        strained = batch | {"positions": moved, "cell": batch["cell"] + batch["cell"] @ deformation}
-        atomic, features = self._encode(strained, EdgeContext(edge_vectors(strained), strained))
+        outer = batch["positions"].requires_grad or batch["cell"].requires_grad
+        moved, positions, strain = strained(batch)
+        atomic, features = self._encode(moved, EdgeContext(edge_vectors(moved), moved))
         outputs = self._outputs(atomic, features, batch)
         slope, virial = _derivatives(atomic, [positions, strain], self.training or outer)
         if forces:
             outputs["forces"] = -slope
         if stress:
-            outputs["stress"] = _per_volume(virial, batch["cell"])
+            outputs["stress"] = per_volume(virial, batch["cell"])
         return outputs
 
     def response(
@@ -274,6 +269,19 @@ class Potential(nn.Module):
         return moved, EdgeContext(edge_vectors(moved), moved, memory=memory)
 
 
+def strained(batch: Batch) -> tuple[Batch, Tensor, Tensor]:
+    """The batch as a function of positions (n_atoms, 3) and of a strain (n_frames, 3, 3) of zero, and both of them.
+
+    Positions and cells are strained by the symmetric part, so that derivatives in the strain are symmetric.
+    """
+    positions = batch["positions"]
+    positions = positions if positions.requires_grad else positions.detach().requires_grad_(True)
+    strain = torch.zeros_like(batch["cell"]).requires_grad_(True)
+    deformation = 0.5 * (strain + strain.transpose(1, 2))
+    moved = positions + rows_times(positions, deformation.index_select(0, batch["frame"]))
+    return batch | {"positions": moved, "cell": batch["cell"] + batch["cell"] @ deformation}, positions, strain
+
+
 def _edge_forces(slope: Tensor, graph: EdgeGraph) -> Tensor:
     """(n_atoms, 3) from the derivative in every edge vector."""
     if not slope.requires_grad and not is_traced(slope) and use_kernels(slope):
@@ -297,7 +305,7 @@ def _derivatives(atomic: Tensor, variables: list[Tensor], create_graph: bool) ->
     return [torch.zeros_like(v) if slope is None else slope for v, slope in zip(variables, slopes)]
 
 
-def _per_volume(virial: Tensor, cell: Tensor) -> Tensor:
+def per_volume(virial: Tensor, cell: Tensor) -> Tensor:
     """Stress of each frame; NaN without a volume, and no gradient from there."""
     volume = volumes(cell).view(-1, 1, 1)
     has_volume = volume > 0

@@ -70,6 +70,26 @@ def test_uncertainties_of_a_linear_model_are_those_of_bayesian_linear_regression
     assert found["energies_uncertainty"].shape == (9,)
 
 
+def test_the_uncertainty_of_stress_follows_from_derivatives_of_the_features_in_the_strain() -> None:
+    potential, batch = linear_potential(), labelled(4, 5, seed=9)
+    factor = torch.randn(5, 5, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
+    found = LastLayerUncertainty(factor, energy_scale=1.0, forces_scale=2.0).evaluate(potential, batch, stress=True)
+    assert set(found) == {"energy_uncertainty", "energies_uncertainty", "stress_uncertainty"}
+
+    def combinations(strain: torch.Tensor) -> torch.Tensor:
+        deformation = torch.eye(3, dtype=torch.float64) + strain
+        moved = batch | {"positions": batch["positions"] @ deformation, "cell": batch["cell"] @ deformation}
+        features = potential.last_layer(moved, EdgeContext.of(moved)).features
+        return torch.zeros(2, 5, dtype=torch.float64).index_add(0, batch["frame"], features) @ factor
+
+    for i, j in ((0, 0), (1, 2), (2, 0)):
+        strain = torch.zeros(3, 3, dtype=torch.float64)
+        strain[i, j] = strain[j, i] = 1e-4 if i == j else 0.5e-4
+        slopes = (combinations(strain) - combinations(-strain)) / 2e-4
+        expected = 2.0 * slopes.norm(dim=1) / torch.linalg.det(batch["cell"]).abs()
+        torch.testing.assert_close(found["stress_uncertainty"][:, i, j], expected.detach(), rtol=1e-5, atol=0)
+
+
 def test_frames_without_labels_do_not_count() -> None:
     potential, batch = linear_potential(), labelled(5, 3)
     batch["energy"][1], batch["forces"][:5] = torch.nan, torch.nan
@@ -155,6 +175,8 @@ def test_uncertainties_of_a_run_are_stored_and_reach_the_calculator(run) -> None
     results = atoms.calc.results
     assert results["forces_uncertainty"].shape == forces.shape
     assert results["energies_uncertainty"].shape == (len(atoms),)
+    assert results["stress_uncertainty"].shape == (6,)
+    assert (results["stress_uncertainty"] > 0).all()
     assert 0 < results["energy_uncertainty"] <= results["energies_uncertainty"].sum() * (1 + 1e-9)
     plain = Calculator(run)
     np.testing.assert_array_equal(plain.get_forces(atoms), forces)
