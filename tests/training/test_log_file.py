@@ -37,16 +37,36 @@ def test_warnings_of_lightning_and_torch_are_kept_elsewhere(tmp_path):
 
 
 def test_a_notebook_shows_everything_once_and_the_log_has_it(tmp_path, monkeypatch):
-    """In a notebook rich displays what is printed, whatever file a console has."""
-    shown = []
+    """In a notebook rich displays what is printed, whatever file a console has; the progress is one output that is replaced."""
+    shown, progress = [], NotebookOutputs()
     monkeypatch.setattr("rich.console._is_jupyter", lambda: True)
     monkeypatch.setattr("rich.jupyter.display", lambda segments, text: shown.append(text))
+    monkeypatch.setattr("IPython.display.display", progress.display)
     run = api.train(tiny_config(tmp_path, trainer={"max_epochs": 1, "enable_progress_bar": True}))
     everything = "".join(shown)
     assert everything.count("Result") == 1
     assert everything.count("╭") == 2  # the panels of the start and of the end
-    assert everything.count("epoch 1/1") == 1
+    assert len(progress.outputs) == 1
+    assert progress.outputs[0].count("epoch 1/1") == 1
+    assert "epoch 1/1" not in everything
     assert (run.path / "log.txt").read_text().count("Result") == 1
+
+
+class NotebookOutputs:
+    """What a notebook would show: one text per output, replaced when its handle is updated."""
+
+    def __init__(self):
+        self.outputs = []
+
+    def display(self, data, *, raw, display_id):
+        assert raw
+        assert display_id
+        self.outputs.append(data["text/plain"])
+        return self
+
+    def update(self, data, *, raw):
+        assert raw
+        self.outputs[-1] = data["text/plain"]
 
 
 def test_which_warnings_are_of_the_libraries():
