@@ -35,6 +35,14 @@ USUAL_STRESS = 100.0
 """Largest plausible median over frames, GPa."""
 BINDING = 2 * 20.8
 """Twice the energy of all electrons of a neutral atom is about this times Z^(7/3), eV (Thomas-Fermi theory)."""
+OUTLIER = 8.0
+"""Deviation of an energy from the median of its composition, in robust standard deviations, above which it is an outlier."""
+OUTLIER_ENERGY = 0.2
+"""Smallest deviation of an outlier, eV/atom."""
+OUTLIER_GAP = 2.0
+"""Outliers deviate at least this many times as much as all other frames: the tail of a broad distribution does not."""
+OUTLIER_SHARE = 0.05
+"""Largest share of outliers among the frames of a composition; more are a part of the data."""
 SMALL_VOLUME = 1.0
 """Volume per atom, A^3: hydrogen at 500 GPa has 1.2."""
 LONE_SHARE = 0.25
@@ -50,6 +58,7 @@ def label_warnings(table: FrameTable) -> list[str]:
     return [
         *_not_extensive(table),
         *_impossible_energies(table),
+        *_energy_outliers(table),
         *_constant_labels(table),
         *_large_stress(table),
         *_small_cells(table),
@@ -133,6 +142,42 @@ def _impossible_energies(table: FrameTable) -> list[str]:
     worst = beyond[np.argsort(-(energy / limit)[beyond], kind="stable")]
     what = "with an energy beyond the total energy of all electrons (are energies in kcal/mol or another unit?)"
     return named(table, worst, what)
+
+
+def _energy_outliers(table: FrameTable) -> list[str]:
+    """Single energies far from those of all other frames of the same composition."""
+    labelled = np.flatnonzero(table.carries("energy") & (table.n_atoms > 1))
+    if len(labelled) < FEWEST_FRAMES or table.branches not in ([None], []):
+        return []
+    part = table.select(labelled)
+    n = part.n_atoms.astype(np.float64)
+    shares = np.round(compositions(part, SpeciesTable.from_frames(part)) / n[:, None], 6)
+    per_atom = np.asarray(part.column("energy"), dtype=np.float64) / n
+    group = np.unique(shares, axis=0, return_inverse=True)[1].reshape(-1)
+    order = np.argsort(group, kind="stable")
+    deviation, found = np.zeros(len(n)), []
+    for rows in np.split(order, np.flatnonzero(np.diff(group[order])) + 1):
+        deviation[rows] = np.abs(per_atom[rows] - np.median(per_atom[rows]))
+        found.append(_isolated(rows, deviation[rows]))
+    outliers = np.concatenate(found)
+    outliers = outliers[np.argsort(-deviation[outliers], kind="stable")]
+    if not len(outliers):
+        return []
+    what = (
+        f"with an energy that deviates by up to {deviation[outliers[0]]:.3g} eV/atom from the median of its composition, far "
+        "more than all others (did the calculation converge?)"
+    )
+    return named(table, labelled[outliers], what)
+
+
+def _isolated(rows: np.ndarray, deviation: np.ndarray) -> np.ndarray:
+    """Those of the rows (n,) of one composition whose deviations (n,), eV/atom, are outliers."""
+    if len(rows) < FEWEST_FRAMES:
+        return rows[:0]
+    far = deviation > max(OUTLIER * 1.4826 * float(np.median(deviation)), OUTLIER_ENERGY)
+    few = 0 < far.sum() <= max(1, OUTLIER_SHARE * len(rows))
+    isolated = few and deviation[far].min() > OUTLIER_GAP * deviation[~far].max()
+    return rows[far] if isolated else rows[:0]
 
 
 def _constant_labels(table: FrameTable) -> list[str]:

@@ -183,3 +183,23 @@ def test_data_info_takes_units_per_atom_and_refuses_a_huge_cutoff(tmp_path, caps
     assert "nothing suspicious" in capsys.readouterr().out
     assert main(["data", "info", path, "--cutoff", "1e6"]) == 2
     assert "cutoff is 1e+06; it is a length in A" in capsys.readouterr().err
+
+
+def with_energies(per_atom: np.ndarray) -> list[Frame]:
+    """Copper cubes with these energies, eV/atom."""
+    frames = [crystal(i) for i in range(len(per_atom))]
+    return [replace(frame, energy=len(frame) * float(energy)) for frame, energy in zip(frames, per_atom)]
+
+
+def test_a_single_energy_far_from_all_others_is_named() -> None:
+    energies = -3.5 + 0.03 * np.random.default_rng(1).normal(size=40)
+    assert not doubts(with_energies(energies))
+    energies[17] += 0.6
+    warning = doubts(with_energies(energies))
+    deviation = abs(energies[17] - np.median(energies))
+    assert f"1 frame with an energy that deviates by up to {deviation:.3g} eV/atom" in warning
+    assert "17" in warning.partition("converge?)")[2]
+
+
+def test_the_tail_of_a_broad_distribution_is_not_an_outlier() -> None:
+    assert not doubts(with_energies(-3.5 + np.linspace(0, 1, 40) ** 4))
