@@ -56,6 +56,16 @@ SHORTER = {
         ("max_epochs: 40", "max_epochs: 1"),
         ("num_features: 16", "num_features: 4"),
     ],
+    "several-gpus": [
+        ("range(136)", "range(24)"),
+        ("max_epochs: 6", "max_epochs: 2"),
+        ("trainer.max_epochs=3", "trainer.max_epochs=1"),
+        ('shutil.which("sinfo") is not None and', "False and"),  # SLURM is tested in tests/parallel
+        (
+            "!OMP_NUM_THREADS=1 torchrun --nproc-per-node 2 --no-python forgefield train copper.yaml --name large",
+            "!cp two.log large.log #",
+        ),
+    ],
     "active-learning": [
         ("for seed in range(15)", "for seed in range(5)"),
         ("100 + seed)) for seed in range(6)", "100 + seed)) for seed in range(1)"),
