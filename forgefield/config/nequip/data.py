@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from forgefield.config.nequip.section import NequIPSection
+from forgefield.config.nequip.section import NequIPSection, statistic
 from forgefield.errors import ForgefieldError
 
 MODULES = ("ASEDataModule", "NequIPDataModule", "sGDML_CCSD_DataModule", "WaterDataModule", "COLLDataModule",
@@ -228,6 +228,13 @@ class DataTranslation:
 
     def _cutoffs(self, item: NequIPSection) -> None:
         """Cutoffs of a neighbour list, which are those of the model here."""
+        neighbours = statistic(self.model.get("avg_num_neighbors"))
+        if item.peek("per_edge_type_cutoff") is not None and neighbours is not None:
+            raise item.refused(
+                "per_edge_type_cutoff",
+                f"changes the statistic {neighbours}, which counts all neighbours within r_max here; give the numbers that "
+                "NequIP logs as training_module.model.avg_num_neighbors",
+            )
         for name in ("r_max", "type_names", "per_edge_type_cutoff"):
             item.agree(name, self.model.get(name), f"training_module.model.{name}")
 

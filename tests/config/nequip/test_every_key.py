@@ -102,6 +102,11 @@ def test_toy_data_are_refused_with_the_way_to_write_them_to_a_file():
     [
         (("data", "split_dataset", "train"), 0.9, "add up to 1.2; they must add up to 1"),
         (("data", "stats_manager", "type_names"), ["hydrogen"], "'training_module.model.type_names' is"),
+        (
+            ("training_module", "model", "avg_num_neighbors"),
+            "training_data_stats:num_neighbors_mean",
+            "counts all neighbours",
+        ),
         (("trainer", "strategy"), "fsdp", "'trainer.strategy' is not translated"),
         (("trainer", "callbacks", 1, "mode"), "max", "'trainer.callbacks[1].mode' is 'max'"),
         (("trainer", "callbacks", 1, "every"), 3, "unknown key 'trainer.callbacks[1].every'"),
@@ -123,6 +128,7 @@ def test_values_by_type_name_are_values_by_element():
     config = nequip_translation(read_yaml(EXAMPLES), EXAMPLES).config
     assert config["data"]["species"] == ["H", "O"]
     assert config["model"]["per_edge_type_cutoff"] == {"H": 2.0, "O": {"H": 3.0, "O": 4.0}}
+    assert config["model"]["avg_num_neighbours"] == {"H": 10.0, "O": 12.0}
     assert config["model"]["energy_scales"] == {"H": 1.0, "O": 2.0}
     assert config["data"]["reference_energies"] == {"H": -13.6, "O": -430.0}
     assert config["training"]["monitor_weights"] == pytest.approx(
