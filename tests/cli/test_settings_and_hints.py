@@ -4,12 +4,17 @@ from __future__ import annotations
 
 import subprocess
 import sys
+from dataclasses import fields
 
 import ase.io
 import pytest
 
 from forgefield import api, evaluation
 from forgefield.cli import main
+from forgefield.cli.completion import config_keys
+from forgefield.config.checking import schema_keys, trainer_keys
+from forgefield.config.peer_terms import KEYS
+from forgefield.models.registry import registered_class
 from tests.support.helpers import tiny_config, write_emt
 
 
@@ -79,6 +84,10 @@ def test_data_verbs_take_settings_anywhere(frames, tmp_path, capsys):
         (["train", "CONFIG", "data.r_max=5"], "Did you mean 'data.cutoff'?"),
         (["train", "CONFIG", "training.model_dtype=float64"], "Did you mean 'training.precision'?"),
         (["train", "CONFIG", "type_names=[H]"], "Did you mean 'data.species'?"),
+        (["train", "CONFIG", "training.decay_steps=5000"], "Did you mean 'training.scheduler'?"),
+        (["train", "CONFIG", "start_pref_f=1000"], "Did you mean 'task.forces.weight'?"),
+        (["train", "CONFIG", "data.systems=water"], "Did you mean 'data.train'?"),
+        (["train", "CONFIG", "training.start_swa=100"], "Did you mean 'training.swa.start'?"),
     ],
 )
 def test_what_does_not_apply_is_refused_by_name_with_the_right_hint(words, message, run, frames, tmp_path, capsys):
@@ -108,3 +117,14 @@ def test_a_missing_package_is_one_sentence_with_the_command(frames, tmp_path):
     assert done.returncode == 2, done.stderr
     assert "Traceback" not in done.stderr
     assert "pip install wandb" in done.stderr
+
+
+def test_every_hint_for_a_term_of_another_program_names_a_setting_that_exists():
+    grid = {f"data.points.energies.{key}" for key in ("levels", "spacing", "first")}  # keys of a mapping
+    settings = {*schema_keys(), *config_keys(), *grid, *(f"trainer.{key}" for key in trainer_keys())}
+    assert {key for key in KEYS.values() if not key.startswith("model.")} <= settings
+    models = ("nequip", "allegro", "deeppot", "mace")
+    options = {f"model.{entry.name}" for name in models for entry in fields(registered_class(name).Options)}
+    assert {key for key in KEYS.values() if key.startswith("model.")} - options <= {
+        "model.activation"
+    }  # of LDOS networks

@@ -184,6 +184,16 @@ def test_branches_may_share_a_fitting_network(trained, tmp_path):
     assert float(dry - wet) == pytest.approx(difference, abs=1e-10)
 
 
+def test_aliases_of_branches_are_noted_with_the_name_that_selects_the_branch(trained):
+    file = trained.path.parents[1] / "several.json"
+    content = json.loads(file.read_text())
+    plain = translation(content, file).config
+    content["model"]["model_dict"]["dry"]["model_branch_alias"] = ["Default", "Ice"]
+    translated = translation(content, file)
+    assert translated.config == plain
+    assert translated.notes["model.model_dict.dry.model_branch_alias"] == "select this branch by its name: --head dry."
+
+
 # ---- what is refused
 
 
@@ -195,6 +205,7 @@ def test_branches_may_share_a_fitting_network(trained, tmp_path):
         ("model.model_dict.dry.descriptor", {"type": "se_e2_a"}, "is not the one of wet; branches share their descriptor"),
         ("model.model_dict.dry.type_map", ["H", "O"], "branches have one type map"),
         ("model.model_dict.dry.fitting_net", {"type": "dos"}, "branches are energies here"),
+        ("model.model_dict.dry.model_branch_alias", "Ice", "model_branch_alias' is a list of names, not 'Ice'"),
         ("model.shared_dict.more", {}, "'model.shared_dict.more' is used by no branch"),
         ("training.data_dict.damp", {}, "'training.data_dict.damp' is for a branch that 'model.model_dict' does not have"),
         ("training.model_prob", {"wet": 1.0}, "'training.model_prob.dry' is missing"),

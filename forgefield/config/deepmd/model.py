@@ -20,7 +20,7 @@ OTHER_DESCRIPTORS = (
 )
 FITTINGS = ("ener", "property", "dos", "dipole", "polar")
 OTHER_FITTINGS = ("dpa4_ener", "sezm_ener", "population", "global_polar", "wfc")
-OTHER_MODELS = ("dpa4", "SeZM", "sezm", "frozen", "pairtab", "pairwise_dprc", "linear_ener")
+OTHER_MODELS = ("dpa4", "DPA4", "dpa4c", "SeZM", "sezm", "frozen", "pairtab", "pairwise_dprc", "linear_ener")
 PRECISIONS = {
     "default": "float64",
     "float64": "float64",
@@ -72,6 +72,10 @@ ALIASES = {
     "smooth_type_embedding": ("smooth_type_embdding",),
     "sel_type": ("pol_type", "dipole_type"),
 }
+TYPE_EMBEDDING = (
+    "only DeePMD-kit's TensorFlow backend has a type embedding outside the descriptor; use the descriptor se_atten with "
+    "attn_layer 0, which has one inside (descriptor.tebd_dim)"
+)
 SAID_ELSEWHERE = {
     "data_stat_nbatch": "statistics of the training data are taken once and kept",
     "data_bias_nsample": "it is used by `dp change-bias` and fine-tuning alone",
@@ -130,13 +134,15 @@ def _refuse_other_kinds(section: Section) -> None:
     section.only("spin", None, "magnetic moments are not known here")
     section.only("modifier", None, "data modifiers are of DeePMD-kit's TensorFlow alone")
     section.only("compress", None, "models are compressed when they are exported, not by the input")
-    section.only("type_embedding", None, "se_atten has its type embedding inside; set descriptor.tebd_dim")
+    section.only("type_embedding", None, TYPE_EMBEDDING)
     for name, why in SAID_ELSEWHERE.items():
         section.note(name, f"no effect: {why}.", unless=[{}])
 
 
 def _species(section: Section) -> list[str]:
-    names = section.take("type_map", MISSING)
+    names = section.take("type_map")
+    if names is None:
+        raise section.refused("type_map", "is missing; name the element of each atom type, such as ['O', 'H']")
     if not isinstance(names, list) or not names or not all(isinstance(name, str) for name in names):
         raise section.wrong("type_map", names, "a list of elements such as ['O', 'H']")
     if len(set(names)) != len(names):

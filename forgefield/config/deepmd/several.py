@@ -71,6 +71,7 @@ class Branches:
         self.models = {}
         for name in names:
             content = {**common, **shared.expand(name, branches[name])}
+            self._note_aliases(name, content.pop("model_branch_alias", None))
             self.models[name] = translate_model(Section(content, self.file, f"model.model_dict.{name}", root.notes))
         shared.finish()
         self.shared = shared
@@ -79,6 +80,16 @@ class Branches:
     @property
     def names(self) -> list[str]:
         return list(self.models)
+
+    def _note_aliases(self, name: str, aliases: object) -> None:
+        """Other names of a branch are for the command line of DeePMD-kit."""
+        key = f"model.model_dict.{name}.model_branch_alias"
+        if aliases is None:
+            return
+        if not isinstance(aliases, list) or not all(isinstance(alias, str) for alias in aliases):
+            raise ForgefieldError(f"{self.file}: '{key}' is a list of names, not {aliases!r:.60}.")
+        if aliases:
+            self.root.notes[key] = f"select this branch by its name: --head {name}."
 
     def _require_common(self) -> None:
         """One descriptor and one type map for all; fitting networks differ, if at all, in their seeds."""

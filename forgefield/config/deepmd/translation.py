@@ -51,13 +51,15 @@ class Translation:
 
 def is_deepmd_input(content: object) -> bool:
     """Whether this is an input of DeePMD-kit: a training, and a model without a name but with a type map or a descriptor, or
-    several."""
+    several, or settings for NVNMD hardware."""
     if not isinstance(content, Mapping) or not isinstance(content.get("training"), Mapping):
         return False
+    if "nvnmd" in content:
+        return True
     model = content.get("model")
     if not isinstance(model, Mapping) or "name" in model or "from" in model:
         return False
-    return any(key in model for key in ("type_map", "descriptor", "model_dict"))
+    return any(key in model for key in ("type_map", "descriptor", "model_dict", "models"))
 
 
 def translate(content: Mapping[str, Any], file: Path) -> dict[str, Any]:
@@ -68,6 +70,7 @@ def translate(content: Mapping[str, Any], file: Path) -> dict[str, Any]:
 def translation(content: Mapping[str, Any], file: Path) -> Translation:
     """The same, with what the user should know."""
     root = Section(updated(content, file), file)
+    root.only("nvnmd", None, "training for NVNMD hardware is of DeePMD-kit's TensorFlow alone")
     model_section, training = root.below("model"), root.below("training")
     if model_section is None or training is None:
         raise ForgefieldError(f"{file}: an input of DeePMD-kit needs the sections 'model' and 'training'.")
@@ -79,7 +82,6 @@ def translation(content: Mapping[str, Any], file: Path) -> Translation:
     learning = translate_learning_rate(root.below("learning_rate"), file, length.get("max_steps"))
     optimiser = translate_optimiser(root.below("optimizer"))
     best = translate_validating(root.below("validating"), list(task))
-    root.only("nvnmd", None, "training for NVNMD hardware is of DeePMD-kit's TensorFlow alone")
     root.finish()
     config = {
         "name": file.stem,

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
-from forgefield.config.nequip.section import NequIPSection
+from forgefield.config.nequip.section import NequIPSection, statistic
 from forgefield.errors import ForgefieldError
 
 MODULES = ("ASEDataModule", "NequIPDataModule", "sGDML_CCSD_DataModule", "WaterDataModule", "COLLDataModule",
@@ -21,12 +22,18 @@ SGDML = {name: f"{name}_ccsd" + ("" if name == "aspirin" else "_t")
          for name in ("aspirin", "benzene", "malonaldehyde", "toluene", "ethanol")}  # fmt: skip
 OTHER_ORDER = "frames are drawn from the same file by Forgefield's permutation of this seed, which is not PyTorch's."
 
+REST = (
+    "the frames that val and test leave are trained on, as NequIP requires sizes that add up to the number of frames."
+)
+STRUCTURE = {"pos", "atomic_numbers", "cell", "pbc", "atom_types"}
+
 
 class DataTranslation:
-    """Translates the section `data`. values: Forgefield's `data` section."""
+    """Translates the section `data`. values: Forgefield's `data` section. model: NequIP's, whose types and cutoffs are those of
+    the data."""
 
-    def __init__(self, section: NequIPSection) -> None:
-        self.section = section
+    def __init__(self, section: NequIPSection, model: Mapping[str, Any]) -> None:
+        self.section, self.model = section, model
         self.values: dict[str, Any] = {"val": None}
         self.module = section.target(MODULES)
         self.tests: list[Any] = []
@@ -78,6 +85,12 @@ class DataTranslation:
             subset = section.take("trainval_test_subset")
             self.values["val"] = split[1]
             if subset is not None:
+                if not isinstance(subset, list) or len(subset) != 2:
+                    raise section.wrong("trainval_test_subset", subset, "a list of 2 numbers")
+                if all(isinstance(size, int) for size in split) and sum(split) != subset[0]:
+                    raise section.refused(
+                        "train_val_split", f"must add up to {subset[0]}, the frames of trainval_test_subset"
+                    )
                 self.values["indices"] = f"0:{subset[0]}"
                 section.notes[section.path("trainval_test_subset")] = (
                     "the first frames of the training file are used, and all frames of the test file."
@@ -100,6 +113,7 @@ class DataTranslation:
         value = self.section.take(name)
         if not isinstance(value, list) or len(value) != count:
             raise self.section.wrong(name, value, f"a list of {count} numbers")
+        _check_sizes(self.section, name, value)
         self.section.notes[self.section.path(name)] = OTHER_ORDER
         return value
 
@@ -134,6 +148,10 @@ class DataTranslation:
         for name, size in sizes.items():
             if size is not None and (isinstance(size, bool) or not isinstance(size, (int, float)) or size <= 0):
                 raise part.wrong(name, size, "a share of the frames or a number of frames")
+        if sizes["train"] is None:
+            raise part.refused("train", "is missing; it is the share or the number of frames to train on")
+        _check_sizes(part, "train", [size for size in sizes.values() if size is not None])
+        part.notes[part.path("train")] = REST
         self.values["val"] = sizes["val"]
         if sizes["test"] is not None:
             self.values["test"] = sizes["test"]
@@ -149,29 +167,45 @@ class DataTranslation:
                 "and name that in an ASEDataset",
             )
         path = str(section.text("file_name" if kind == "HDF5Dataset" else "file_path", ""))
-        labels = self._labels(section) if kind == "ASEDataset" else self._renamed(section)
+        if kind == "ASEDataset":
+            labels = self._labels(section)
+        elif kind == "NequIPLMDBDataset":
+            labels = self._excluded(section)
+        else:
+            labels = self._renamed(section)
         if labels and self.values.setdefault("labels", labels) != labels:
             raise section.refused("key_mapping", "differs between data sets; labels have the same names in all of them")
         section.finish()
         return path
 
     def _labels(self, section: NequIPSection) -> dict[str, str]:
-        ignored = section.take("exclude_keys") or []
+        ignored = self._excluded(section)
         arguments = section.mapping("ase_args")
         form = arguments.pop("format", None)
         if form not in (None, "extxyz", "vasp-out", "vasp-xml", "traj", "db", "xyz") or arguments:
             key = next(iter(arguments), "format")
             raise section.refused("ase_args", f"has {key}, which is not supported: the format is detected")
-        section.take("include_keys")
-        return {LABELS[key]: "none" for key in ignored if key in LABELS} | self._renamed(section)
+        if form is not None:
+            section.notes[section.path("ase_args")] = f"the format of a file is detected; here it should be {form}."
+        section.note("include_keys", "values that no target or model uses are not read.", unless=[[]])
+        return ignored | self._renamed(section)
+
+    def _excluded(self, section: NequIPSection) -> dict[str, str]:
+        """Labels that must not be read."""
+        keys = section.take("exclude_keys") or []
+        if not isinstance(keys, list):
+            raise section.wrong("exclude_keys", keys, "a list of names")
+        names = LABELS | {"energy": "energy", "free_energy": "energy", "stresses": "stress"}
+        if any(key not in names for key in keys):
+            section.notes[section.path("exclude_keys")] = "values that no target or model uses are not read."
+        return {names[key]: "none" for key in keys if key in names}
 
     def _renamed(self, section: NequIPSection) -> dict[str, str]:
-        structure = {"pos", "atomic_numbers", "cell", "pbc", "atom_types"}
         labels = {}
         for theirs, field in section.mapping("key_mapping").items():
             if field in LABELS:
                 labels[LABELS[field]] = theirs
-            elif field not in structure:
+            elif field not in STRUCTURE:
                 raise section.refused("key_mapping", f"maps {theirs} to {field}, which is not trained here")
         return labels
 
@@ -181,15 +215,28 @@ class DataTranslation:
             if kind == "ChemicalSpeciesToAtomTypeMapper":
                 self._species(item)
             elif kind in ("NeighborListTransform", "SortedNeighborListTransform"):
-                self.values["cutoff"] = float(item.number("r_max", self.values.get("cutoff"), above=0))
-                item.take("per_edge_type_cutoff")
-                item.take("type_names")
+                self._cutoffs(item)
                 item.note("NL", "neighbour lists are computed once, by the fastest program that is installed.")
                 item.note("backend", "neighbour lists are computed once, by the fastest program that is installed.")
+                item.note("backend_kwargs", "neighbour lists are complete; no program needs a maximum number.")
             elif kind == "NeighborListPruneTransform":
-                for name in ("per_edge_type_cutoff", "type_names", "r_max"):
-                    item.take(name)  # the model's section has the same cutoffs
+                self._cutoffs(item)
+            elif kind == "NonPeriodicCellTransform":
+                for name in ("padding", "override_cell"):
+                    item.note(name, "the neighbours of frames without periodicity do not depend on a cell.")
             item.finish()
+
+    def _cutoffs(self, item: NequIPSection) -> None:
+        """Cutoffs of a neighbour list, which are those of the model here."""
+        neighbours = statistic(self.model.get("avg_num_neighbors"))
+        if item.peek("per_edge_type_cutoff") is not None and neighbours is not None:
+            raise item.refused(
+                "per_edge_type_cutoff",
+                f"changes the statistic {neighbours}, which counts all neighbours within r_max here; give the numbers that "
+                "NequIP logs as training_module.model.avg_num_neighbors",
+            )
+        for name in ("r_max", "type_names", "per_edge_type_cutoff"):
+            item.agree(name, self.model.get(name), f"training_module.model.{name}")
 
     def _species(self, item: NequIPSection) -> None:
         names = item.take("model_type_names", also=("chemical_symbols",))
@@ -220,14 +267,29 @@ class DataTranslation:
             if name == "train":
                 self.values |= {"batch": {"frames": size}, "shuffle": shuffle}
                 self.values |= {} if workers is None else {"workers": workers}
-            elif name == "val" or "eval_batch" not in self.values:
-                self.values["eval_batch"] = size
+                continue
+            if workers is not None:
+                loader.notes[loader.path("num_workers")] = "data.workers is that of the training."
+            if shuffle:
+                loader.notes[loader.path("shuffle")] = "errors do not depend on the order of frames."
+            if self.values.setdefault("eval_batch", size) != size:
+                loader.notes[loader.path("batch_size")] = (
+                    "the batch size of the validation is used; errors do not depend on it."
+                )
 
     def _statistics(self) -> None:
         manager = self.section.below("stats_manager")
         if manager is None:
             return
         manager.target(STATISTICS)
-        manager.take("dataloader_kwargs")
-        manager.take("type_names")
+        manager.note("dataloader_kwargs", "statistics do not depend on the size of batches.")
+        manager.agree("type_names", self.model.get("type_names"), "training_module.model.type_names")
         manager.finish()
+
+
+def _check_sizes(section: NequIPSection, name: str, sizes: list[Any]) -> None:
+    """Sizes of a split are whole numbers of frames, or shares that add up to 1."""
+    if not all(isinstance(size, int) for size in sizes) and abs(sum(sizes) - 1) > 1e-6:
+        raise section.refused(
+            name, f"and the other shares of the split add up to {sum(sizes):g}; they must add up to 1"
+        )

@@ -14,6 +14,8 @@ LOSSES = {
     "EnergyOnlyLoss": ("energy",),
     "MetricsManager": (),
 }
+TYPE_NAMES = "training_module.model.type_names"
+MISSING_LABELS = "labels that are missing (NaN) never count."
 METRICS = ("EnergyForceMetrics", "EnergyForceStressMetrics", "EnergyOnlyMetrics", "MetricsManager")
 FIELDS = {"total_energy": "energy", "forces": "forces", "stress": "stress", "virial": "virial"}
 KINDS = {"MeanSquaredError": "mse", "MeanAbsoluteError": "mae", "HuberLoss": "huber"}
@@ -25,12 +27,12 @@ QUANTITIES = {"total_energy": "energy_total", "per_atom_energy": "energy", "forc
 class LossTranslation:
     """task: Forgefield's section. names: NequIP's name of each term -> the target."""
 
-    def __init__(self, section: NequIPSection) -> None:
+    def __init__(self, section: NequIPSection, names: list[str]) -> None:
         self.task: dict[str, dict[str, Any]] = {}
         self.names: dict[str, str] = {}
         kind = section.target(LOSSES)
-        section.take("type_names")
-        section.take("ignore_nan")  # missing labels never count
+        section.agree("type_names", names, TYPE_NAMES)
+        section.note("ignore_nan", MISSING_LABELS)
         if kind == "MetricsManager":
             for item in section.objects("metrics"):
                 self._term(item)
@@ -75,8 +77,8 @@ class LossTranslation:
             target["per_atom"] = per_atom
         if FIELDS[field] in self.task:
             raise item.refused("field", f"is {field} a second time; a target has one loss")
-        item.flag("ignore_nan", False)
-        if item.flag("per_type", False):
+        item.note("ignore_nan", MISSING_LABELS, unless=[False])
+        if item.flag("per_type", False) or item.mapping("per_type_coeffs"):
             raise item.refused("per_type", "averages the errors of each type first; use task.forces.species_weights")
         name = ("per_atom_energy" if per_atom else field) + f"_{kind}"
         self.names[str(item.text("name", name))] = FIELDS[field]
@@ -94,17 +96,17 @@ def normalised(weights: dict[str, float]) -> dict[str, float]:
     return {name: weight / total for name, weight in weights.items()} if total > 0 else weights
 
 
-def weighted_sum(section: NequIPSection | None) -> dict[str, float]:
-    """Weights of the errors whose sum NequIP monitors, for metrics in meV and GPa."""
+def weighted_sum(section: NequIPSection | None, symbols: dict[str, str]) -> dict[str, float]:
+    """Weights of the errors whose sum NequIP monitors, for metrics in meV and GPa. symbols: by type name."""
     if section is None:
         return {}
     kind = section.target(METRICS)
-    section.take("type_names")
-    section.take("ignore_nan")
+    section.agree("type_names", list(symbols), TYPE_NAMES)
+    section.note("ignore_nan", MISSING_LABELS)
     if kind == "MetricsManager":
         weights: dict[str, float] = {}
         for item in section.objects("metrics"):
-            weights |= _metric(item)
+            weights |= _metric(item, symbols)
     else:
         section.only("extra_metrics", None, "give all metrics in a MetricsManager")
         weights = {name: value for name, value in section.mapping("coeffs").items() if value}
@@ -115,19 +117,43 @@ def weighted_sum(section: NequIPSection | None) -> dict[str, float]:
     return {_renamed(section, name): value * _factor(name) for name, value in normalised(weights).items()}
 
 
-def _metric(item: NequIPSection) -> dict[str, float]:
+def _metric(item: NequIPSection, symbols: dict[str, str]) -> dict[str, float]:
+    """Weights of the errors of one entry, by NequIP's names."""
     field, per_atom = _field(item)
     metric = item.below("metric")
     kind = "" if metric is None else metric.target((*ERRORS, "MeanSquaredError", "MaximumAbsoluteError", "HuberLoss"))
     weight = item.number("coeff", None, at_least=0)
-    for name in ("name", "ignore_nan", "per_type", "per_type_coeffs"):
-        item.take(name)
+    if metric is not None:
+        for name in metric.names():
+            metric.note(name, "it is an option of a metric that is not monitored.")
+            if weight:
+                raise metric.refused(name, "is not supported in a monitored sum")
+    item.note("name", "metrics have Forgefield's names.")
+    item.note("ignore_nan", MISSING_LABELS, unless=[False])
+    by_type = item.flag("per_type", False)
+    shares = _shares(item, symbols)
     item.finish()
     if not weight:
+        item.notes[item.key] = "it is not part of the monitored sum; MAE and RMSE of all targets are always measured."
         return {}
+    if per_atom and field != "total_energy":
+        raise item.refused("field", f"is {field} per atom; errors per atom are measured for total_energy")
+    if by_type and field != "forces":
+        raise item.refused("per_type", f"is true for {field}; errors by species are measured for forces")
     if kind not in ERRORS:
         raise item.refused("metric", f"is {kind}, which is not part of a monitored sum; use {' or '.join(ERRORS)}")
-    return {f"{'per_atom_energy' if per_atom else field}_{ERRORS[kind]}": float(weight)}
+    name = f"{'per_atom_energy' if per_atom else field}_{ERRORS[kind]}"
+    if by_type:
+        return {f"{name}/{symbol}": float(weight) * share for symbol, share in shares.items()}
+    return {name: float(weight)}
+
+
+def _shares(item: NequIPSection, symbols: dict[str, str]) -> dict[str, float]:
+    """Share of the error of each species in an error that is averaged by type; they add up to 1."""
+    given = item.mapping("per_type_coeffs")
+    if given and set(given) != set(symbols):
+        raise item.refused("per_type_coeffs", f"must have a number for each of {', '.join(symbols)}")
+    return normalised({symbol: float(given.get(name, 1.0)) for name, symbol in symbols.items()})
 
 
 def _field(item: NequIPSection) -> tuple[str, bool]:
@@ -143,10 +169,11 @@ def _field(item: NequIPSection) -> tuple[str, bool]:
 
 
 def _renamed(section: NequIPSection, name: str) -> str:
+    name, slash, symbol = name.partition("/")
     quantity, _, kind = name.rpartition("_")
     if quantity not in QUANTITIES or kind not in ("mae", "rmse"):
         raise section.refused("coeffs", f"has {name}, which is not monitored here; use errors of kind mae or rmse")
-    return f"{QUANTITIES[quantity]}_{kind}"
+    return f"{QUANTITIES[quantity]}_{kind}{slash}{symbol}"
 
 
 def _factor(name: str) -> float:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 from forgefield.config.nequip.section import NequIPSection, statistic
@@ -52,7 +52,7 @@ EMBEDDINGS = {"TwoBodyBesselScalarEmbed": "bessel", "TwoBodySplineScalarEmbed": 
 @dataclass
 class ModelTranslation:
     """options: Forgefield's `model` section. precision, engine: of `training`. seed: of the weights. species: type names as
-    they are written. cutoff: A. references: `data.reference_energies`."""
+    they are written. cutoff: A. references: `data.reference_energies`. pair_species: elements of the pair potential."""
 
     options: dict[str, Any]
     precision: str
@@ -61,7 +61,7 @@ class ModelTranslation:
     species: list[str]
     cutoff: float
     references: Any
-    modifiers: list[str] = field(default_factory=list)
+    pair_species: list[str] | None
 
 
 def translate_model(section: NequIPSection) -> ModelTranslation:
@@ -89,7 +89,8 @@ def translate_model(section: NequIPSection) -> ModelTranslation:
         _gates(section, options)
         section.only("learnable_shift", False, "no shift is learnt per layer")
         section.only("categorical_graph_field_embed", None, "fields of frames are not embedded")
-    options |= _pair_potential(section)
+    pair, pair_species = _pair_potential(section)
+    options |= pair
     options |= _neighbours(section) | _scales(section)
     species = [str(symbol) for symbol in section.take("type_names") or []]
     references = _shifts(section, species)
@@ -104,6 +105,7 @@ def translate_model(section: NequIPSection) -> ModelTranslation:
         species,
         section.number("r_max", 0.0, above=0),
         references,
+        pair_species,
     )
     section.finish()
     return translation
@@ -143,21 +145,31 @@ def _gates(section: NequIPSection, options: dict[str, Any]) -> None:
     scalars, gates = section.mapping("convnet_nonlinearity_scalars"), section.mapping("convnet_nonlinearity_gates")
     names = {"nonlinearity_scalars": scalars.get("e"), "nonlinearity_odd_scalars": scalars.get("o")}
     names["nonlinearity_gates"] = gates.get("e")
+    for key, values in (("convnet_nonlinearity_scalars", scalars), ("convnet_nonlinearity_gates", gates)):
+        unknown = [name for name in values if name not in ("e", "o")]
+        if unknown:
+            raise section.refused(key, f"has {unknown[0]}; the parities are e and o")
+    if gates.get("o") is not None:
+        section.notes[section.path("convnet_nonlinearity_gates")] = (
+            "gates are even, so that the function of odd ones is not used."
+        )
     options |= {name: value for name, value in names.items() if value is not None}
 
 
-def _pair_potential(section: NequIPSection) -> dict[str, Any]:
+def _pair_potential(section: NequIPSection) -> tuple[dict[str, Any], list[str] | None]:
+    """The option `zbl`, and the elements of the types."""
     pair = section.below("pair_potential")
     if pair is None:
-        return {}
+        return {}, None
     pair.target(("ZBL",))
     units = pair.choice("units", "metal", ("metal", "real"))
     if units != "metal":
         raise pair.refused("units", "is real (kcal/mol); energies are in eV, which is metal")
-    pair.take("chemical_species")
+    species = pair.take("chemical_species")
+    pair.agree("type_names", section.peek("type_names"), "training_module.model.type_names")
     exponent = pair.number("polynomial_cutoff_p", at_least=2)
     pair.finish()
-    return {"zbl": True if exponent is None else {"polynomial_cutoff_p": exponent}}
+    return {"zbl": True if exponent is None else {"polynomial_cutoff_p": exponent}}, species
 
 
 def _neighbours(section: NequIPSection) -> dict[str, Any]:

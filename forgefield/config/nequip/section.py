@@ -41,11 +41,18 @@ class NequIPSection(Section):
     def objects(self, name: str) -> list[NequIPSection]:
         """The mappings in a list, or the one mapping that is there instead."""
         value = self.take(name)
-        values = [] if value is None else value if isinstance(value, list) else [value]
+        if value is None:
+            return []
+        if not isinstance(value, list):
+            return [NequIPSection(value, self.file, self.path(name), self.notes)]
         return [
             NequIPSection(item, self.file, f"{self.path(name)}[{index}]", self.notes)
-            for index, item in enumerate(values)
+            for index, item in enumerate(value)
         ]
+
+    def peek(self, name: str) -> Any:
+        """The value of a key that is taken later; None if it was taken."""
+        return self._left.get(name)
 
     def mapping(self, name: str) -> dict[str, Any]:
         """A mapping of plain values; empty where there is none."""
@@ -55,6 +62,12 @@ class NequIPSection(Section):
         if not isinstance(value, dict):
             raise self.wrong(name, value, "a mapping")
         return {str(key): item for key, item in value.items()}
+
+    def agree(self, name: str, expected: object, owner: str) -> None:
+        """Take a key that repeats what another one says; refuse a different value. owner: the other key."""
+        value = self.take(name)
+        if value is not None and value != expected:
+            raise self.refused(name, f"is {value!r:.80}, but '{owner}' is {expected!r:.80}; they must be equal")
 
 
 def statistic(value: object) -> str | None:

@@ -20,6 +20,20 @@ CALLBACKS = (
     "EarlyStopping", "ModelCheckpoint", "LearningRateMonitor", "LossCoefficientScheduler", "LinearLossCoefficientScheduler",
     "LossCoefficientMonitor", "SoftAdapt", "TF32Scheduler", "TestTimeXYZFileWriter", "ValTimeXYZFileWriter",
 )  # fmt: skip
+ALWAYS = {"CSVLogger": "metrics.csv is always written.", "TensorBoardLogger": "events are written by default."}
+"""Loggers that have no setting."""
+WRITER = ("out_file", "output_fields_from_original_dataset", "extra_fields", "chemical_symbols")
+OPTIONS = {
+    "ModelCheckpoint": (
+        "dirpath", "filename", "verbose", "save_last", "save_top_k", "save_weights_only", "auto_insert_metric_name",
+        "every_n_train_steps", "train_time_interval", "every_n_epochs", "save_on_train_epoch_end", "enable_version_counter",
+    ),
+    "LearningRateMonitor": ("logging_interval", "log_momentum", "log_weight_decay"),
+    "LossCoefficientMonitor": ("interval", "frequency"),
+    "TestTimeXYZFileWriter": WRITER,
+    "ValTimeXYZFileWriter": (*WRITER, "separate_file_per_epoch", "every_n_epochs"),
+}  # fmt: skip
+"""Options of callbacks that have no influence on the trained model."""
 WITHOUT_SETTING = {
     "ModelCheckpoint": "the best and the latest weights are always kept, in the run folder.",
     "LearningRateMonitor": "the learning rate is always logged.",
@@ -35,7 +49,7 @@ OF_LIGHTNING = (
 )  # fmt: skip
 
 
-def translate_module(section: NequIPSection) -> tuple[dict[str, Any], LossTranslation]:
+def translate_module(section: NequIPSection, names: list[str]) -> tuple[dict[str, Any], LossTranslation]:
     """`training` without what model and trainer decide, and the loss."""
     kind = section.target(
         (*MODULES, "ScheduleFreeLightningModule", "ConFIGLightningModule", "EMAConFIGLightningModule")
@@ -56,7 +70,7 @@ def translate_module(section: NequIPSection) -> tuple[dict[str, Any], LossTransl
         if section.take(name) is not None:
             section.notes[section.path(name)] = "MAE and RMSE of all targets are always measured."
     section.only("num_datasets", None, "the data decides it")
-    return training, LossTranslation(loss)
+    return training, LossTranslation(loss, names)
 
 
 def _optimiser(section: NequIPSection | None) -> dict[str, Any]:
@@ -77,12 +91,14 @@ def _scheduler(section: NequIPSection) -> dict[str, Any]:
     monitor = section.text("monitor", MONITOR)
     if name == "ReduceLROnPlateau":
         _require_monitor(section, monitor)
+    elif monitor != MONITOR:
+        section.notes[section.path("monitor")] = f"{name} does not monitor a metric."
     interval = section.choice("interval", "epoch", ("epoch", "step"))
     if interval == "step":
         options["interval"] = "step"
     section.only("frequency", 1, "schedulers advance in every epoch or step")
-    section.take("strict")
-    section.take("name")
+    section.note("strict", "a monitored metric that does not exist is always an error.")
+    section.note("name", "the learning rate is logged as lr.")
     section.finish()
     return options
 
@@ -114,11 +130,7 @@ def translate_trainer(
         trainer["logger"] = logger if len(logger) > 1 else logger[0]
     for item in section.objects("callbacks"):
         _callback(item, training, loss)
-    strategy = section.take("strategy")
-    if strategy not in (None, "auto", "ddp") and not str(dict(strategy).get("_target_", "")).endswith(
-        "SimpleDDPStrategy"
-    ):
-        raise section.refused("strategy", "is not translated; SimpleDDPStrategy, ddp and auto are the default here")
+    _strategy(section)
     for name in (
         "enable_checkpointing",
         "enable_progress_bar",
@@ -127,18 +139,24 @@ def translate_trainer(
         "default_root_dir",
     ):
         section.note(name, "Forgefield decides it.", unless=[True])
-    section.take("num_sanity_val_steps")
+    section.note("num_sanity_val_steps", "no validation is done before the first step.")
     section.finish()
     return trainer
 
 
+def _strategy(section: NequIPSection) -> None:
+    value = section.take("strategy")
+    if isinstance(value, dict) and set(value) == {"_target_"}:
+        value = str(value["_target_"]).rpartition(".")[2]
+    if value not in (None, "auto", "ddp", "SimpleDDPStrategy"):
+        raise section.refused("strategy", "is not translated; SimpleDDPStrategy, ddp and auto are the default here")
+
+
 def _loggers(section: NequIPSection) -> list[dict[str, Any]]:
     loggers: list[dict[str, Any]] = []
-    value = section.take("logger")
-    if value is None or isinstance(value, bool):
-        return loggers
-    for index, entry in enumerate(value if isinstance(value, list) else [value]):
-        item = NequIPSection(entry, section.file, f"{section.path('logger')}[{index}]", section.notes)
+    if isinstance(section.peek("logger"), bool):
+        section.note("logger", "metrics are always written to the run folder.", unless=[True])
+    for item in section.objects("logger"):
         name = item.target(LOGGERS)
         folder = item.take("save_dir")
         if folder is not None:
@@ -146,9 +164,9 @@ def _loggers(section: NequIPSection) -> list[dict[str, Any]]:
         options = {key: item.take(key) for key in item.names()}
         if options.pop("name", None) is not None:
             item.notes[item.path("name")] = "the name of the run is the name of the config."
-        if name == "CSVLogger":
-            item.notes[item.path("_target_")] = "metrics.csv is always written."
-        elif name != "TensorBoardLogger":
+        if name in ALWAYS:
+            item.notes[item.key] = f"{name}: {ALWAYS[name]}{_unused(options)}"
+        else:
             loggers.append({"name": LOGGERS[name], **options})
     return loggers
 
@@ -156,30 +174,43 @@ def _loggers(section: NequIPSection) -> list[dict[str, Any]]:
 def _callback(item: NequIPSection, training: dict[str, Any], loss: LossTranslation) -> None:
     kind = item.target(CALLBACKS)
     if kind in WITHOUT_SETTING:
-        item.notes[item.key] = f"{kind}: {WITHOUT_SETTING[kind]}"
-        if kind == "ModelCheckpoint" and item.take("monitor") not in (None, MONITOR):
-            raise item.refused("monitor", f"is not {MONITOR}, the sum of errors of val_metrics")
+        if kind == "ModelCheckpoint":
+            if item.take("monitor") not in (None, MONITOR):
+                raise item.refused("monitor", f"is not {MONITOR}, the sum of errors of val_metrics")
+            item.only("mode", "min", "the monitored error is better when smaller")
+        values = {name: item.take(name) for name in OPTIONS[kind]}
+        unused = {name: value for name, value in values.items() if value is not None}
+        item.notes[item.key] = f"{kind}: {WITHOUT_SETTING[kind]}{_unused(unused)}"
+        item.finish()
         return
     if kind == "EarlyStopping":
         _require_monitor(item, item.text("monitor", MONITOR))
         item.only("mode", "min", "the monitored error is better when smaller")
         patience, delta = item.integer("patience", 3, at_least=1), item.number("min_delta", 0.0)
         training["early_stopping"] = {"patience": patience, "min_delta": abs(delta)}
-        for name in ("verbose", "check_finite", "check_on_train_epoch_end", "strict"):
-            item.take(name)
+        item.only("check_finite", True, "a training whose loss is not finite is stopped")
+        item.note("verbose", "the reason why a training stops is always logged.")
+        item.note("check_on_train_epoch_end", "it is checked after every validation.")
+        item.note("strict", "a monitored metric that does not exist is always an error.")
+        item.note("log_rank_zero_only", "rank 0 writes the log.")
     elif kind == "LossCoefficientScheduler":
         _steps(item, loss)
     elif kind == "LinearLossCoefficientScheduler":
         _ramp(item, loss)
     elif kind == "SoftAdapt":
         beta = item.number("beta", 1.0)
-        for name in ("interval", "frequency", "eps"):
-            item.take(name)
+        options = {name: item.take(name) for name in ("interval", "frequency", "eps")}
+        unused = {name: value for name, value in options.items() if value is not None}
         training["weighting"] = {"name": "softadapt", "beta": beta}
-        item.notes[item.key] = "SoftAdapt: Forgefield's formula is used, every 50 steps."
+        item.notes[item.key] = f"SoftAdapt: Forgefield's formula is used, every 50 steps.{_unused(unused)}"
     else:
         _tf32(item, training)
     item.finish()
+
+
+def _unused(options: dict[str, Any]) -> str:
+    """The end of a note: which options have no effect."""
+    return f" Options without effect: {', '.join(options)}." if options else ""
 
 
 def _steps(item: NequIPSection, loss: LossTranslation) -> None:

@@ -64,6 +64,7 @@ class System:
     def arrays(self, data_set: Path | h5py.Group) -> dict[str, Any]:
         """Arrays of one set by name, (n_frames, width) each, their shapes checked."""
         arrays = _folder_arrays(data_set) if isinstance(data_set, Path) else _group_arrays(data_set)
+        arrays = _one_row_each(arrays)
         _check_shapes(arrays, self, _name_of(data_set))
         return arrays
 
@@ -243,6 +244,18 @@ def _memory_mapped(file: Path) -> np.ndarray:
         return map_npy(file)
     except PermissionError:
         raise SourceUnreadable(f"{file}: no permission to read this file") from None
+
+
+def _one_row_each(arrays: Mapping[str, Any]) -> dict[str, Any]:
+    """Arrays with the numbers of all frames in one row, such as an `aparam` of shape (1, n), with a row for each frame."""
+    coord = arrays.get("coord")
+    n_frames = coord.shape[0] if coord is not None and coord.ndim else 0
+    rows = dict(arrays)
+    for name, values in arrays.items():
+        is_one_row = n_frames > 1 and values.ndim == 2 and values.shape[0] == 1
+        if is_one_row and values.shape[1] % n_frames == 0 and values.shape[1] > 0:
+            rows[name] = np.asarray(values[:]).reshape(n_frames, -1)
+    return rows
 
 
 def _name_of(data_set: Path | h5py.Group) -> str:

@@ -418,6 +418,8 @@ def test_schedules_of_the_page_can_be_built() -> None:
 def test_what_is_an_input_of_deepmd_kit() -> None:
     assert is_deepmd_input(WATER)
     assert is_deepmd_input({"model": {"model_dict": {}}, "training": {}})
+    assert is_deepmd_input({"model": {"type": "linear_ener", "models": []}, "training": {}})
+    assert is_deepmd_input({"nvnmd": {}, "training": {}})
     assert not is_deepmd_input({"model": {"name": "nequip"}, "training": {"lr": 1}})
     assert not is_deepmd_input(translated())
     assert not is_deepmd_input({"model": {"type_map": []}})

@@ -11,6 +11,7 @@ import pytest
 from forgefield.data.labels.label_reader import LabelReader
 from forgefield.data.options import LabelOptions, UnitOptions
 from forgefield.data.readers import chunks, frames_of, read_frames, source_files
+from forgefield.data.readers.deepmd import open_folder, read_system
 from forgefield.errors import ForgefieldError
 from tests.support.deepmd_sets import N_ATOMS, arrays, write_group, write_system
 
@@ -133,6 +134,15 @@ def test_other_arrays_can_be_named_as_labels(tmp_path):
     frames = read_frames(path, LabelOptions(energy="other_energy", forces="other_force"))
     assert [frame.energy for frame in frames] == [5.0, 6.0]
     assert (frames[1].forces == 1).all()
+
+
+def test_values_of_all_frames_in_one_row_are_divided_among_them(tmp_path):
+    values = np.arange(3.0 * N_ATOMS)
+    path = write_system(tmp_path / "row", {**arrays(3), "aparam": values[None]})
+    (block,) = read_system(open_folder(path))
+    assert (block.arrays["aparam"][:, :, 0] == values.reshape(3, N_ATOMS)).all()
+    with pytest.raises(ForgefieldError, match=r"aparam has shape \(1, 13\), but coord has 3 frames"):
+        read_frames(write_system(tmp_path / "bad", {**arrays(3), "aparam": np.ones((1, 13))}))
 
 
 def broken(columns, name, values):
