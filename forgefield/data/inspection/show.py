@@ -150,6 +150,8 @@ def _store_text(store: Store, verified: bool) -> str:
 def _add_distances(table: Table, inspection: Inspection) -> None:
     fewest, mean, most = inspection.survey.neighbours
     table.add_row("neighbours", f"{fewest} to {most}, {mean:.1f} on average within {inspection.survey.cutoff:g} A")
+    largest = ", ".join(f"{number} {symbol}" for symbol, number in inspection.survey.most_by_element.items())
+    table.add_row("most neighbours", f"{largest} around one atom")
     if inspection.survey.closest is not None:
         distance, frame = inspection.survey.closest
         table.add_row("closest pair", f"{distance:.3f} A ({escape(frame)})")

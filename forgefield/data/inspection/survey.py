@@ -41,6 +41,8 @@ class Survey:
     """A."""
     neighbours: tuple[int, float, int]
     """Smallest, mean and largest number of neighbours of an atom."""
+    most_by_element: dict[str, int]
+    """Largest number of neighbours of each element that an atom has: the `sel` of DeePMD-kit."""
     closest: tuple[float, str] | None
     """Distance, A, of the closest pair within the cutoff, and a description of it."""
     too_close: np.ndarray
@@ -58,6 +60,8 @@ class _FrameNeighbours:
     """Neighbours of the atoms of one frame."""
 
     degree: np.ndarray
+    most_by_number: dict[int, int]
+    """Largest number of neighbours of each atomic number in the frame."""
     nearest: np.ndarray
     bond: np.ndarray
     """Shortest distance of each atom, in units of the sum of covalent radii."""
@@ -85,12 +89,15 @@ def survey_table(table: FrameTable, cutoff: float, progress: Progress | None = N
     rows = np.union1d(even_rows(table, FRAMES, ATOMS), _stored_closest(table))
     fewest, most, edges, atoms = np.inf, 0, 0, 0
     lone, with_others = 0, 0
+    most_by_number: dict[int, int] = {}
     best: tuple[float, str] | None = None
     too_close, nearest, bonds = [], [], []
     for indices in row_blocks(table.n_atoms[rows]):
         for row, frame in zip(rows[indices], _block(table, rows[indices], cutoff)):
             fewest, most = min(fewest, frame.degree.min()), max(most, frame.degree.max())
             edges, atoms = edges + int(frame.degree.sum()), atoms + len(frame.degree)
+            for number, count in frame.most_by_number.items():
+                most_by_number[number] = max(most_by_number.get(number, 0), count)
             if len(frame.degree) > 1:
                 lone, with_others = lone + int((frame.degree == 0).sum()), with_others + len(frame.degree)
             nearest.append(frame.nearest)
@@ -106,6 +113,7 @@ def survey_table(table: FrameTable, cutoff: float, progress: Progress | None = N
         rows=rows,
         cutoff=cutoff,
         neighbours=(int(fewest), edges / atoms, int(most)),
+        most_by_element={chemical_symbols[number]: most_by_number[number] for number in sorted(most_by_number)},
         closest=best,
         too_close=np.array(too_close, dtype=np.int64),
         nearest=distances,
@@ -138,9 +146,14 @@ def _frame_neighbours(
     n = len(numbers)
     pairs = neighbour_pairs(positions, cell, pbc, cutoff)
     ends = np.concatenate([pairs.source, pairs.destination])
+    others = np.concatenate([pairs.destination, pairs.source])
     degree = np.bincount(ends, minlength=n)
+    of_number = {
+        int(number): int(np.bincount(ends[numbers[others] == number], minlength=n).max())
+        for number in np.unique(numbers)
+    }
     if len(ends) == 0:
-        return _FrameNeighbours(degree, np.zeros(0), np.zeros(0), None)
+        return _FrameNeighbours(degree, of_number, np.zeros(0), np.zeros(0), None)
     lengths = np.sqrt(pairs.squares)
     radii = covalent_radii[numbers]
     ratios = lengths / (radii[pairs.source] + radii[pairs.destination])
@@ -151,7 +164,7 @@ def _frame_neighbours(
     symbols = sorted(chemical_symbols[numbers[atom]] for atom in (pairs.source[shortest], pairs.destination[shortest]))
     has_any = degree > 0
     pair = (float(lengths[shortest]), "-".join(symbols))
-    return _FrameNeighbours(degree, nearest[has_any], bond[has_any], pair)
+    return _FrameNeighbours(degree, of_number, nearest[has_any], bond[has_any], pair)
 
 
 HISTOGRAM_FRAMES = 5000

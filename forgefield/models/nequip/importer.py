@@ -112,6 +112,11 @@ def read_model(
     path = Path(path)
     if weights not in ("ema", "raw"):
         raise ForgefieldError(f"weights is '{weights}'; choose ema or raw.")
+    if path.name.endswith(".nequip.zip"):
+        raise ForgefieldError(
+            f"{path}: packages of NequIP contain code that would have to be executed, so they are not read; import the "
+            "checkpoint (.ckpt) from which `nequip-package build` made it."
+        )
     if path.suffix == ".npz":
         tensors, settings = _read_npz(path), _read_options(kind, path, options)
     else:

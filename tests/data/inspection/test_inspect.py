@@ -59,14 +59,18 @@ def test_numbers_are_those_of_a_look_at_every_frame(tmp_path):
     assert ranges["energy"] == (min(energies), max(energies), 25, "eV/atom")
     assert ranges["forces"] == (forces.min(), forces.max(), 25, "eV/A")
     assert ranges["stress"] == (pytest.approx(stress.min()), pytest.approx(stress.max()), 25, "GPa")
-    degrees, lengths = [], []
+    degrees, lengths, most = [], [], {"Cu": 0, "Au": 0}
     for frame in frames:
         source, destination, shifts = neighbour_list(frame.positions, frame.cell, frame.pbc, 4.0)
         length = np.linalg.norm(edge_vectors(frame.positions, frame.cell, source, destination, shifts), axis=1)
         degrees.append(np.bincount(destination, minlength=len(frame)))
+        for symbol, number in (("Cu", 29), ("Au", 79)):
+            around = np.bincount(destination[frame.numbers[source] == number], minlength=1)
+            most[symbol] = max(most[symbol], int(around.max()))
         lengths.append([length[destination == atom].min() for atom in range(len(frame))])
     degrees, lengths = np.concatenate(degrees), np.concatenate(lengths)
     assert found.survey.neighbours == (degrees.min(), pytest.approx(degrees.mean()), degrees.max())
+    assert found.survey.most_by_element == most
     np.testing.assert_allclose(found.survey.nearest, lengths, rtol=1e-12)
     assert found.survey.closest[0] == pytest.approx(lengths.min())
     assert found.limits == []
