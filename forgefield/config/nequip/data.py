@@ -195,7 +195,7 @@ class DataTranslation:
         keys = section.take("exclude_keys") or []
         if not isinstance(keys, list):
             raise section.wrong("exclude_keys", keys, "a list of names")
-        names = LABELS | {"energy": "energy", "free_energy": "energy", "stresses": "stress"}
+        names = LABELS | {"energy": "energy"}
         if any(key not in names for key in keys):
             section.notes[section.path("exclude_keys")] = "values that no target or model uses are not read."
         return {names[key]: "none" for key in keys if key in names}
