@@ -40,6 +40,7 @@ from forgefield.models.registry import exporter
 from forgefield.parallel.launch import detect_launch
 from forgefield.parallel.session import abort_all_on_error, current_ranks
 from forgefield.parallel.spawn import run_ranks
+from forgefield.report.live.verbs import compare, list_runs, watch
 from forgefield.report.notebook import report
 from forgefield.report.page import write_report
 from forgefield.results import Checks, Errors
@@ -74,6 +75,7 @@ __all__ = [
     "Ensemble",
     "Run",
     "check",
+    "compare",
     "convert_data",
     "convert_input",
     "evaluate",
@@ -82,6 +84,7 @@ __all__ = [
     "import_model",
     "inspect_data",
     "learn",
+    "list_runs",
     "load",
     "load_run",
     "md",
@@ -97,6 +100,7 @@ __all__ = [
     "train_example",
     "tune",
     "uncertainty",
+    "watch",
 ]
 
 

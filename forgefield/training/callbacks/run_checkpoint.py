@@ -1,4 +1,4 @@
-"""Saves checkpoints from which a run resumes exactly, and stops it on request.
+"""Saves checkpoints from which a run resumes exactly, regularly and on request, and stops it on request.
 
 Contract. A checkpoint is taken at the start of a batch: everything before it (optimiser step, average, schedulers, validation,
 rows of metrics) is complete, and nothing of the batch has been computed, so that a resumed run repeats and omits nothing. At
@@ -12,6 +12,7 @@ checkpoint.
 from __future__ import annotations
 
 import random
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -48,6 +49,7 @@ class RunCheckpoint(Callback):
     options: the config's `training.checkpoint`.
     stop: requests to stop.
     enabled: whether checkpoints are written.
+    notify: shows a message.
     limits: the settings that decide when the training ends; stored in the last checkpoint.
     is_done: whether the training has ended already and is only restored.
     first_batch: index of the first batch of a resumed epoch.
@@ -62,10 +64,12 @@ class RunCheckpoint(Callback):
         ranks: Ranks | None = None,
         exchange: StepExchange | None = None,
         enabled: bool = True,
+        notify: Callable[[str], None] = lambda text: None,
         limits: str = "",
         is_done: bool = False,
     ) -> None:
         self.enabled = enabled
+        self.notify = notify
         self.limits, self.is_done = limits, is_done
         self.ranks = ranks if ranks is not None else single_process()
         self.exchange = exchange
@@ -97,9 +101,14 @@ class RunCheckpoint(Callback):
             self._resumed = None
         if batch_idx % trainer.accumulate_grad_batches:
             return
-        request = self.stop.request() if self.exchange is None else self.stop.combined_request(self.exchange.flags())
-        if self._is_due(trainer, batch_idx) or (request is not None and trainer.global_step != self._last_saved):
+        flags = None if self.exchange is None else self.exchange.flags()
+        request = self.stop.request() if flags is None else self.stop.combined_request(flags)
+        is_due, wanted = self._is_due(trainer, batch_idx), self.stop.wants_checkpoint(flags) and trainer.global_step > 0
+        if is_due or ((wanted or request is not None) and trainer.global_step != self._last_saved):
             self._save(trainer)
+        if wanted:
+            self.stop.checkpoint_is_saved()
+            self.notify(f"A checkpoint was requested: saved step {trainer.global_step}.")
         if request is not None:
             raise request
 
