@@ -129,10 +129,8 @@ class LiveRun:
         if is_new:
             self.data.timing, self._timing_header = [], next(csv.reader(lines[:1]), [])
             lines = lines[1:]
-        self.data.timing += [
-            numbers_of(dict(zip(self._timing_header, row)))
-            for row in csv.reader(line.replace("\0", "") for line in lines)
-        ]
+        table = csv.reader(line.replace("\0", "") for line in lines)
+        self.data.timing += [_from_one(numbers_of(dict(zip(self._timing_header, cells)))) for cells in table]
         self._update_tests()
         self._update_findings()
 
@@ -254,10 +252,12 @@ def _metrics_row(line: str) -> Row:
         value = json.loads(line)
     except (ValueError, RecursionError):
         return {}
-    row = numbers_of(value) if isinstance(value, dict) else {}
-    if "epoch" in row:
-        row["epoch"] += 1  # the file counts from zero
-    return row
+    return _from_one(numbers_of(value)) if isinstance(value, dict) else {}
+
+
+def _from_one(row: Row) -> Row:
+    """The row with epochs counted from one; files count from zero."""
+    return row | {"epoch": row["epoch"] + 1} if "epoch" in row else row
 
 
 def _is_test(name: str) -> bool:

@@ -152,7 +152,7 @@ def runs_table(runs: Sequence[LiveRun], kind: str = "mae") -> Table:
         ),
         Column("seconds", "time", numeric=True),
         Column("seconds_left", "time left", numeric=True),
-        Column("speed", "speed", unit="1/s", numeric=True),
+        Column("speed", "speed", numeric=True),
         Column("parameters", "parameters", numeric=True),
         Column("started", "started"),
     )
@@ -266,7 +266,7 @@ def _progress(run: LiveRun) -> Cell:
 
 
 def _speed(run: LiveRun) -> str:
-    return NOTHING if run.speed is None else f"{short_count(run.speed)} {run.data.kind.counted}"
+    return NOTHING if run.speed is None else f"{short_count(run.speed)} {run.data.kind.counted}/s"
 
 
 def _number(value: float | None) -> Cell:

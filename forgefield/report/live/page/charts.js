@@ -11,6 +11,14 @@ function short(value) {
   return String(Number(value.toPrecision(4)));
 }
 
+// `validation: forces MAE` for val/forces_mae.
+function titleOf(metric) {
+  const [split, ...rest] = metric.split("/");
+  if (!rest.length) return metric === "lr" ? "learning rate" : metric;
+  const name = rest.join("/").replaceAll("_", " ").replace(/\b(mae|rmse|auroc|f1)\b/g, (word) => word.toUpperCase());
+  return `${{ val: "validation", train: "training" }[split] || split}: ${name}`;
+}
+
 // A chart of one metric. `update` gets the curves: {run, slot, dashed, x, y}.
 class Chart {
   constructor(metric, unit, parent, onRemove) {
@@ -20,7 +28,7 @@ class Chart {
     this.card.dataset.metric = metric;
     const heading = document.createElement("h3");
     const title = document.createElement("span");
-    title.textContent = unit ? `${metric.replaceAll("_", " ")}, ${unit}` : metric.replaceAll("_", " ");
+    title.textContent = unit ? `${titleOf(metric)}, ${unit}` : titleOf(metric);
     heading.append(title);
     if (onRemove) {
       const button = document.createElement("button");

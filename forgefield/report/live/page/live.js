@@ -262,11 +262,11 @@ async function drawCurves() {
     }
     state.charts.get(metric).update(curves, options);
   }
-  drawLegend();
+  drawLegend(metrics.length > 0);
   drawChoices(known.metrics, metrics);
 }
 
-function drawLegend() {
+function drawLegend(hasMetrics) {
   at("legend").replaceChildren(
     ...state.selected.map((run) => {
       const entry = made("span");
@@ -276,7 +276,8 @@ function drawLegend() {
       return entry;
     }),
   );
-  if (at("training").checked) at("legend").append(made("span", "dashed: training"));
+  if (!hasMetrics) at("legend").append(made("span", "Curves appear after the first validation."));
+  else if (at("training").checked) at("legend").append(made("span", "dashed: training"));
 }
 
 function drawChoices(available, drawn) {
@@ -289,7 +290,7 @@ function drawChoices(available, drawn) {
     choice.value = value;
     return choice;
   };
-  at("more").replaceChildren(option("", "add a metric"), ...others.map((metric) => option(metric.key, metric.key.replaceAll("_", " "))));
+  at("more").replaceChildren(option("", "add a metric"), ...others.map((metric) => option(metric.key, titleOf(metric.key))));
 }
 
 function removeMetric(metric) {
