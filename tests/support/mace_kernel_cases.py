@@ -17,7 +17,11 @@ TINY = {
 CASES: dict[str, dict[str, object]] = {
     "residual, correlation 3": {"correlation": 3},
     "plain": {"interaction_first": "plain", "interaction": "plain", "use_reduced_cg": False},
-    "residual after plain, three layers": {"interaction_first": "plain", "num_interactions": 3, "correlation": [1, 2, 2]},
+    "residual after plain, three layers": {
+        "interaction_first": "plain",
+        "num_interactions": 3,
+        "correlation": [1, 2, 2],
+    },
     "density": {"interaction_first": "density", "interaction": "density_residual", "pair_repulsion": True},
     "nonlinear": {
         "interaction_first": "nonlinear",

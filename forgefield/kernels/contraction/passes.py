@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import lru_cache, partial
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from forgefield.kernels.contraction.program import n_terms
 from forgefield.kernels.contraction.source import add_by_species, arguments, tile_of, used, write_kernel
-from forgefield.kernels.core.generation import TritonFunction, module_from
+from forgefield.kernels.core.compiling import CompileOnly, compile_concurrently
+from forgefield.kernels.core.generation import Launchable, TritonFunction, module_from
+from forgefield.kernels.core.runtime import interpreted
 from forgefield.kernels.dense.products import AtomsBySpecies
 from forgefield.ops.symmetric_contraction import ContractionPlan
 
@@ -26,7 +29,9 @@ ROWS, COLUMNS = 16, 64
 def contraction_refusal(plan: ContractionPlan) -> str | None:
     """Why there are no kernels for a plan; None where there are."""
     terms = n_terms(plan)
-    return None if terms <= LONGEST else f"its polynomials have {terms} terms; kernels are generated for up to {LONGEST}"
+    return (
+        None if terms <= LONGEST else f"its polynomials have {terms} terms; kernels are generated for up to {LONGEST}"
+    )
 
 
 @lru_cache(maxsize=256)
@@ -88,7 +93,7 @@ class Contraction:
         blocks = {"a": a, "da": da, "g": to_tangents, "dg": to_values, "to": out}
         self._launch("back", blocks, {**sums, "parts": parts}, n_programs, several)
         columns = n_weights * channels
-        add_by_species()[(n_rows, -(-columns // COLUMNS))](
+        self.launcher(add_by_species())[(n_rows, -(-columns // COLUMNS))](
             parts=parts,
             pointers=sums["pointers"],
             out=to_weights,
@@ -128,5 +133,42 @@ class Contraction:
             bound["several"] = several
         tile = tile_of(channels)
         grid = ((n_atoms if n_programs is None else n_programs) * -(-channels // tile),)
-        function = kernel(self.plan, kind, channels, n_rows > 1)
+        function = self.launcher(kernel(self.plan, kind, channels, n_rows > 1))
         function[grid](**bound, num_warps=tile // 32, num_stages=1)
+
+    def launcher(self, kernel: TritonFunction) -> Launchable:
+        return kernel
+
+
+class _Compiled(Contraction):
+    """A contraction whose passes compile their kernels and compute nothing."""
+
+    def launcher(self, kernel: TritonFunction) -> Launchable:
+        return CompileOnly(kernel)
+
+
+_compiled_keys: set[Any] = set()
+
+
+def compile_contractions(contractions: Sequence[Contraction], atoms: AtomsBySpecies | None) -> None:
+    """Compile the kernels of these contractions for a training, unless this process has done so. atoms: as in `back`."""
+    jobs: dict[Any, Callable[[], object]] = {}
+    for contraction in contractions:
+        weights, n_atoms = contraction.weights, contraction.species.shape[0]
+        key = (contraction.plan, weights.shape[0] > 1, weights.shape[2], weights.dtype, weights.device)
+        if weights.is_cuda and not interpreted() and n_atoms and key not in _compiled_keys:
+            jobs[key] = partial(_compile, _Compiled(contraction.plan, weights, contraction.species), atoms)
+    if jobs and compile_concurrently(list(jobs.values())):
+        _compiled_keys.update(jobs)
+
+
+def _compile(contraction: _Compiled, atoms: AtomsBySpecies | None) -> None:
+    n_atoms, (_, _, channels) = contraction.species.shape[0], contraction.weights.shape
+    a, b = (
+        [contraction.weights.new_empty((n_atoms, irrep.dim, channels)) for irrep in irreps]
+        for irreps in (contraction.plan.inputs, [output.irrep for output in contraction.plan.outputs])
+    )
+    contraction.back(a, a, b, b, a, atoms)  # takes longest
+    contraction.tangents(a, a, b)
+    contraction.forces(a, b, a)
+    contraction.values(a, b)

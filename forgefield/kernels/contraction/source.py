@@ -131,9 +131,7 @@ def _read_weights(plan: ContractionPlan, statements: Iterable[Statement], channe
             yield f"w{k} = tl.load({where}{_other(channels)})"
 
 
-def _read_features(
-    plan: ContractionPlan, kind: str, statements: Iterable[Statement], channels: int
-) -> Iterator[str]:
+def _read_features(plan: ContractionPlan, kind: str, statements: Iterable[Statement], channels: int) -> Iterator[str]:
     read = _names(statements)
     outputs = [output.irrep for output in plan.outputs]
     for irreps, prefix in ((plan.inputs, "a"), (plan.inputs, "da"), (outputs, "g"), (outputs, "dg")):
@@ -179,7 +177,9 @@ def _sum(terms: Iterable[tuple[float, tuple[str, ...]]]) -> str:
     return " + ".join(texts).replace("+ -", "- ")
 
 
-def _write(places: Iterable[tuple[str, int, int, str]], statements: Iterable[Statement], channels: int) -> Iterator[str]:
+def _write(
+    places: Iterable[tuple[str, int, int, str]], statements: Iterable[Statement], channels: int
+) -> Iterator[str]:
     """Every element is written, zero where nothing contributes."""
     written = {statement.name for statement in statements if statement.terms}
     mask = _mask(channels)
@@ -196,7 +196,15 @@ def add_by_species() -> Any:
 
     @triton.jit(do_not_specialize=["n_atoms", "several"])
     def add_parts(
-        parts, pointers, out, n_atoms, several, columns, is_sorted: tl.constexpr, rows: tl.constexpr, block: tl.constexpr
+        parts,
+        pointers,
+        out,
+        n_atoms,
+        several,
+        columns,
+        is_sorted: tl.constexpr,
+        rows: tl.constexpr,
+        block: tl.constexpr,
     ):
         row = tl.program_id(0).to(tl.int64)
         begin = tl.zeros([], tl.int64)

@@ -210,8 +210,7 @@ class Interaction(nn.Module):
         """(n, 2l + 1, mul) for each block of `summed`, from rows of the convolution (n, plan.out_dim)."""
         pieces = cut(rows, [block.dim for block in self.plan.out_blocks], 1)
         inputs = [
-            join([pieces[i].unflatten(1, (2 * block.l + 1, -1)) for i in self.paths(block)], 2)
-            for block in self.summed
+            join([pieces[i].unflatten(1, (2 * block.l + 1, -1)) for i in self.paths(block)], 2) for block in self.summed
         ]
         return [product(x, matrix) for x, matrix in zip(inputs, self.linear.matrices())]
 

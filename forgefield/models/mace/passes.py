@@ -17,7 +17,7 @@ import torch
 import torch.autograd.forward_ad as forward_ad
 from torch import Tensor
 
-from forgefield.kernels.contraction.passes import Contraction, contraction_refusal
+from forgefield.kernels.contraction.passes import Contraction, compile_contractions, contraction_refusal
 from forgefield.kernels.convolution.form import Form, form_of
 from forgefield.kernels.convolution.passes import Convolution, Motion, Planned, Radial, Rows, compile_together
 from forgefield.kernels.core.fields import TANGENT, VALUE, Field, new_field
@@ -77,7 +77,13 @@ class Layer:
     def __init__(
         self, interaction: Interaction, polynomials: Product, graph: EdgeGraph, atoms: Atoms, *, first: bool
     ) -> None:
-        self.interaction, self.product, self.graph, self.atoms, self.first = interaction, polynomials, graph, atoms, first
+        self.interaction, self.product, self.graph, self.atoms, self.first = (
+            interaction,
+            polynomials,
+            graph,
+            atoms,
+            first,
+        )
         self.form = form_of_interaction(interaction)
         like = interaction.linear.weight.detach()
         self.x, self.to_x = (new_field(self.form.features, graph.n_atoms, like) for _ in range(2))
@@ -153,9 +159,7 @@ class Layer:
             stack = gather(stack.squeeze(0), Segments(self.atoms.species, self.atoms.n_species)).unsqueeze(0)
         return _with_tangents(stack, n_rows)
 
-    def _new_features(
-        self, features: list[Tensor], residual: list[Tensor] | None, *, trained: bool
-    ) -> list[Tensor]:
+    def _new_features(self, features: list[Tensor], residual: list[Tensor] | None, *, trained: bool) -> list[Tensor]:
         polynomials = self.product
         if self.by_kernels:
             table = polynomials.table()
@@ -177,9 +181,15 @@ def form_of_interaction(interaction: Interaction) -> Form:
 
 
 def compile_layers(layers: Sequence[Layer], edges: Sequence[EdgePass]) -> None:
-    """Compile the kernels of all convolutions for a training, unless that has been done."""
+    """Compile the kernels of all convolutions and contractions for a training, unless that has been done."""
     planned = [layer.planned(edge_pass.radial) for layer, edge_pass in zip(layers, edges)]
     compile_together(planned, layers[0].graph, edges[0].harmonics)
+    contractions = [
+        Contraction(layer.product.plan, layer.product.table().detach(), layer.atoms.species)
+        for layer in layers
+        if layer.by_kernels
+    ]
+    compile_contractions(contractions, layers[0].atoms.by_species)
 
 
 # ---- stacks

@@ -60,7 +60,9 @@ def _functions_at_knots(model: MACE, n_intervals: int) -> tuple[Tensor, Tensor |
     cached = model.knot_functions
     if cached is None or cached[0] != key:
         with torch.no_grad(), forward_ad.dual_level():
-            x = torch.linspace(0, 1, n_intervals + 1, dtype=torch.float64, device=constants.device).clamp_(min=_SHORTEST)
+            x = torch.linspace(0, 1, n_intervals + 1, dtype=torch.float64, device=constants.device).clamp_(
+                min=_SHORTEST
+            )
             speed = torch.full_like(x, model.cutoff / n_intervals)
             basis, envelope = model.radial(forward_ad.make_dual(x * model.cutoff, speed), None)
             functions = side_by_side(basis), None if envelope is None else side_by_side(envelope)
