@@ -148,7 +148,7 @@ def table_of_kernels(action: Callable[[], None], n_rows: int = 45, repeats: int 
 
 def measure(case: str, name: str, potential: Potential, args: argparse.Namespace, device: torch.device) -> None:
     batch = batch_of(case, device)
-    frames, atoms, edges = sizes(batch)
+    _, atoms, edges = sizes(batch)
     engine = engine_of(name, potential, batch)
     step = whole_step(engine, batch)
     torch.cuda.reset_peak_memory_stats()

@@ -21,7 +21,6 @@ from tests.support.mace_kernel_cases import CASES, mace
 from tests.support.nequip_kernel_cases import batch, step
 
 pytestmark = needs_kernels
-RESIDUAL = CASES["residual, correlation 3"]
 
 
 def relative(found: torch.Tensor, reference: torch.Tensor) -> float:
@@ -45,8 +44,7 @@ def test_kernels_compute_what_reference_operations_compute(case):
 
 def test_polynomials_without_kernels_are_computed_by_reference_operations(monkeypatch):
     monkeypatch.setattr(contraction, "LONGEST", 0)
-    potential = mace("float64", **RESIDUAL).to(DEVICE).eval()
-    assert_same_step(potential, batch())
+    assert_same_step(mace("float64").to(DEVICE).eval(), batch())
 
 
 def test_several_heads():
@@ -86,7 +84,7 @@ def test_long_sums_of_matrix_gradients(monkeypatch):
 
 
 def test_forces_alone_are_those_of_a_training():
-    potential, given = mace("float32", **RESIDUAL).to(DEVICE).eval(), batch()
+    potential, given = mace("float32").to(DEVICE).eval(), batch()
     with execution(kernels=True):
         alone = potential(given)
     trained, _ = step(potential, given, by_kernels=True)
@@ -95,7 +93,7 @@ def test_forces_alone_are_those_of_a_training():
 
 
 def test_nothing_of_a_pass_is_left_when_it_is_over():
-    potential = mace("float64", **RESIDUAL).to(DEVICE).eval()
+    potential = mace("float64").to(DEVICE).eval()
     memory = StepMemory()
     gc.disable()
     try:

@@ -8,14 +8,14 @@ from tests.support.structures import SPECIES, STATISTICS
 TINY = {
     "name": "mace",
     "hidden_irreps": "4x0e + 4x1o",
-    "max_ell": 2,
+    "max_ell": 1,
     "radial_mlp": [6, 6],
     "mlp_irreps": "4x0e",
     "num_bessel": 4,
     "correlation": 2,
 }
 CASES: dict[str, dict[str, object]] = {
-    "residual, correlation 3": {"correlation": 3},
+    "residual, correlation 3": {"correlation": 3, "max_ell": 2},
     "plain": {"interaction_first": "plain", "interaction": "plain", "use_reduced_cg": False},
     "residual after plain, three layers": {
         "interaction_first": "plain",
@@ -27,14 +27,13 @@ CASES: dict[str, dict[str, object]] = {
         "interaction_first": "nonlinear",
         "interaction": "nonlinear",
         "apply_cutoff": False,
-        "hidden_irreps": "4x0e + 4x1o + 4x2e",
         "readout_bias": True,
     },
     "both parities": {"hidden_irreps": "3x0e + 3x0o + 3x1o + 3x1e", "use_agnostic_product": True},
     "transformed distances": {"distance_transform": "Agnesi", "radial_mlp": [6], "keep_last_layer_irreps": True},
     "envelope of weights": {"apply_cutoff": False, "radial_type": "gaussian", "edge_irreps": "2x0e + 3x1o"},
     "last readout alone": {"use_last_readout_only": True, "correlation": 1, "radial_mlp": [6, 5]},
-    "one layer": {"num_interactions": 1, "hidden_irreps": "4x0e", "correlation": 4, "max_ell": 1, "gate": None},
+    "one layer": {"num_interactions": 1, "hidden_irreps": "4x0e", "correlation": 4, "gate": None},
 }
 
 

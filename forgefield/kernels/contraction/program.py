@@ -15,6 +15,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from functools import lru_cache
+from itertools import chain
 from typing import NamedTuple
 
 from forgefield.ops.symmetric_contraction import ContractionPlan, Output, Stage
@@ -117,7 +118,7 @@ def _entries(plan: ContractionPlan, output: Output) -> list[tuple[tuple[int, int
 
 def _values(plan: ContractionPlan) -> list[Statement]:
     products, names = _products(plan)
-    statements = [*products, *_slopes(plan, sum(names, []))]
+    statements = [*products, *_slopes(plan, list(chain(*names)))]
     for output, result, weight in _outputs(plan):
         last: dict[int, list[Term]] = {m: [] for m in range(output.irrep.dim)}
         for (m, i), _ in _entries(plan, output):
@@ -132,7 +133,7 @@ def _values(plan: ContractionPlan) -> list[Statement]:
 def _cotangents(plan: ContractionPlan) -> list[Statement]:
     """Cotangents of features, ta, and weights, tw, from those of the results, g."""
     statements, names = _products(plan)
-    every = sum(names, [])
+    every = list(chain(*names))
     statements += _slopes(plan, every)
     to: dict[str, list[Term]] = {name: [] for name in every}
     to_weights: list[list[Term]] = [[] for _ in range(plan.n_weights)]

@@ -1,9 +1,9 @@
 """Generates Triton code for the symmetric contraction: the statements of `program.py` on the channels of one atom.
 
-A thread computes one channel: everything between the features it reads and the results it writes is in registers, so that memory
-is read and written once. Clebsch-Gordan coefficients are literals. The last pass processes atoms sorted by species, several in a
-program, and sums the cotangents of the weights of each species in registers; `add_by_species` sums those of all programs, in a
-fixed order.
+A thread computes one channel: everything between the features it reads and the results it writes is in registers, so that
+memory is read and written once. Clebsch-Gordan coefficients are literals. The last pass processes atoms sorted by species,
+several in a program, and sums the cotangents of the weights of each species in registers; `add_by_species` sums those of all
+programs, in a fixed order.
 """
 
 from __future__ import annotations
@@ -88,9 +88,9 @@ def _write_pass(plan: ContractionPlan, kind: str, channels: int, by_species: boo
 
 
 def _write_back(plan: ContractionPlan, kind: str, channels: int, by_species: bool) -> Iterator[str]:
-    """The loop over the atoms of a program, species by species. Sums of a program p for a species s are row p + s of `parts`: both
-    do not decrease from one program to the next, so that no two sums have the same row, and those of a species follow each
-    other."""
+    """The loop over the atoms of a program, species by species. Sums of a program p for a species s are row p + s of `parts`:
+    both do not decrease from one program to the next, so that no two sums have the same row, and those of a species follow
+    each other."""
     statements = program(plan, kind)
     yield "begin = program * several"
     yield "end = tl.minimum(begin + several, n_atoms)"

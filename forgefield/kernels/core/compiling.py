@@ -1,7 +1,7 @@
 """Compiles kernels concurrently, before the first of them is launched.
 
-Triton compiles a kernel when it is first launched, one after the other. Large kernels take seconds each, and Triton spends most of
-that time in code that does not hold Python's global lock.
+Triton compiles a kernel when it is first launched, one after the other. Large kernels take seconds each, and Triton spends most
+of that time in code that does not hold Python's global lock.
 """
 
 from __future__ import annotations

@@ -21,6 +21,7 @@ from forgefield.kernels.core.runtime import Concurrent, use_kernels, use_tables
 from forgefield.kernels.dense.products import sort_by_species
 from forgefield.kernels.edges.geometry import EdgeGeometry, moved_geometry
 from forgefield.kernels.radial.layer import RadialTable
+from forgefield.kernels.radial.packing import StoredTable
 from forgefield.kernels.radial.table import Intervals
 from forgefield.models.edges import Batch, EdgeContext
 from forgefield.models.interface import Tangents
@@ -50,8 +51,8 @@ def in_tables(model: MACE) -> bool:
 
 @dataclass(frozen=True)
 class FirstPass:
-    """Results of the first pass of a training step for the second one. at, position: with tables, the interval of every edge and
-    its position there."""
+    """Results of the first pass of a training step for the second one. at, position: with tables, the interval of every edge
+    and its position there."""
 
     layers: list[Layer]
     inputs: EdgeInputs
@@ -93,7 +94,9 @@ def scalars_at_rest(
         if stored is None:
             passes.append(_by_rows(interaction, inputs, harmonics))
             continue
-        assert at is not None and position is not None and direction is not None
+        assert at is not None
+        assert position is not None
+        assert direction is not None
         table = stored[number].unfinished()
         radial = Radial(table.words, at.at, position.detach(), table.unit)
         density = _density(interaction, inputs)
@@ -120,7 +123,8 @@ def needs_lengths(model: MACE) -> bool:
 
 def _species_table(model: MACE) -> Tensor:
     """(1, n_species, 1, channels)."""
-    return (model.embedding * model.embedding_scale).unsqueeze(1).unsqueeze(0)
+    table: Tensor = model.embedding * model.embedding_scale
+    return table.unsqueeze(1).unsqueeze(0)
 
 
 def _atoms(model: MACE, species: Tensor, trained: bool) -> Atoms:
@@ -128,7 +132,7 @@ def _atoms(model: MACE, species: Tensor, trained: bool) -> Atoms:
     return Atoms(species, n_species, sort_by_species(species, n_species) if trained and n_species > 1 else None)
 
 
-def _start_tables(model: MACE, trained: bool) -> tuple[list[RadialTable], list[Concurrent[object]]]:
+def _start_tables(model: MACE, trained: bool) -> tuple[list[RadialTable], list[Concurrent[StoredTable]]]:
     """Start computing tables, concurrently with the geometry."""
     with torch.set_grad_enabled(torch.is_grad_enabled() and trained):
         computed = Concurrent("tables", partial(radial_tables, model, current().knots))

@@ -20,7 +20,7 @@ from torch import Tensor
 from forgefield.kernels.contraction.passes import Contraction, compile_contractions, contraction_refusal
 from forgefield.kernels.convolution.form import Form, form_of
 from forgefield.kernels.convolution.passes import Convolution, Motion, Planned, Radial, Rows, compile_together
-from forgefield.kernels.core.fields import TANGENT, VALUE, Field, new_field
+from forgefield.kernels.core.fields import TANGENT, VALUE, new_field
 from forgefield.kernels.dense.products import AtomsBySpecies
 from forgefield.kernels.radial.layer import RadialTable
 from forgefield.kernels.radial.table import Intervals, TableGradient
@@ -308,15 +308,15 @@ class _Sums(TypedFunction):
         radial = (geometry[:, 3], geometry[:, :3])
         if not ctx.in_table:
             radial = (geometry, _shared_rows(of_rows, layer.graph))
-        to_sent = [None] * len(layer.x.shape.blocks)
+        to_sent: list[Tensor | None] = [None] * len(layer.x.shape.blocks)
         if not layer.first:
             to_sent = [block.unsqueeze(0) for block in layer.to_x.blocks(TANGENT)]
         return None, None, None, None, *radial, *to_sent
 
 
 class _MovingSums(TypedFunction):
-    """Inputs: the two tensors that radial weights are computed from; then the matrices of the linear map after the sum; then what
-    neighbours send."""
+    """Inputs: the two tensors that radial weights are computed from; then the matrices of the linear map after the sum; then
+    what neighbours send."""
 
     @staticmethod
     def forward(
@@ -371,8 +371,10 @@ class _TableGradients:
     """Cotangents of the tensors that a table is computed from, from those of the weights of every edge."""
 
     def __init__(self, edges: MovedPass) -> None:
-        assert edges.table is not None and edges.at is not None
-        assert edges.position is not None and edges.motion.position is not None
+        assert edges.table is not None
+        assert edges.at is not None
+        assert edges.position is not None
+        assert edges.motion.position is not None
         self.table = edges.table
         n_weights = self.table.matrix.shape[1]
         self._sums = TableGradient(edges.at, edges.position, edges.motion.position, n_weights)

@@ -120,7 +120,8 @@ class RadialNetwork(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         last = self.weights[-1] * self.scales[-1]
         if len(self.weights) == 1:  # geometry enters here
-            return x @ last
+            result: Tensor = x @ last
+            return result
         return product(self.hidden(x), last)
 
     def hidden(self, x: Tensor) -> Tensor:
@@ -133,7 +134,7 @@ class RadialNetwork(nn.Module):
     def hidden_in_doubles(self, x: Tensor) -> Tensor:
         """The same in float64, from x in float64."""
         for weight, scale in zip(self.weights[:-1], self.scales):
-            x = activate("silu", x @ (weight.double() * scale))
+            x = activate("silu", torch.matmul(x, weight.double() * scale))
         return x
 
 

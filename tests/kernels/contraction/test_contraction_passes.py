@@ -26,8 +26,8 @@ N_ATOMS = 11
 
 
 def derivatives(plan: ContractionPlan, a: Tensor, da: Tensor, table: Tensor, species: Tensor, g: Tensor, h: Tensor):
-    """Values, tangents, cotangents of features from g, and cotangents of features and weights from h of values and g of tangents;
-    rows (components, n_atoms, channels)."""
+    """Values, tangents, cotangents of features from g, and cotangents of features and weights from h of values and g of
+    tangents; rows (components, n_atoms, channels)."""
     a, table = a.requires_grad_(True), table.requires_grad_(True)
     rows = table.index_select(0, species if len(table) > 1 else 0 * species).transpose(0, 1)
     values = torch.cat(symmetric_contraction(a, rows, plan))
