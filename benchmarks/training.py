@@ -203,13 +203,19 @@ def show(name: str, times: dict[str, float] | None) -> None:
     parts = [*PARTS, "validation"]
     rest = times["training"] - sum(times.get(part, 0.0) for part in parts)
     print(f"\n{name}: {times['total']:.1f} s from command to report")
-    print(f"  start (to the end of the first step) {times['first step']:7.2f} s, to Lightning's start {times['fit start']:.2f} s")
-    print(f"  training                             {times['training']:7.2f} s  {1e3 * times['training'] / steps:7.3f} ms per step")
+    print(
+        f"  start (to the end of the first step) {times['first step']:7.2f} s, to Lightning's start {times['fit start']:.2f} s"
+    )
+    print(
+        f"  training                             {times['training']:7.2f} s  {1e3 * times['training'] / steps:7.3f} ms per step"
+    )
     print(f"    steps                              {rest:7.2f} s  {1e3 * rest / steps:7.3f} ms per step")
     for part in parts:
         if part in times:
             print(f"    {part:34} {times[part]:7.2f} s  {1e3 * times[part] / steps:7.3f} ms per step")
-    print(f"    CPU time of the main thread        {times['host']:7.2f} s  {1e3 * times['host'] / steps:7.3f} ms per step")
+    print(
+        f"    CPU time of the main thread        {times['host']:7.2f} s  {1e3 * times['host'] / steps:7.3f} ms per step"
+    )
     print(f"  report (from the last step to the end) {times['report']:5.2f} s", flush=True)
 
 
