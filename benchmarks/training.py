@@ -46,8 +46,8 @@ PROFILED_STEPS = 50
 
 
 class Clock(Callback):
-    """Writes a file of times, in seconds: `first step` since the start of the command, `training` from the first step to the end,
-    of it those of the `PARTS` and of the validation, `host` for the CPU time of the main thread.
+    """Writes a file of times, in seconds: `first step` since the start of the command; `training` from the first step to the
+    end, and the parts of it that `PARTS` and the validation take; `host`, the CPU time of the main thread.
 
     trace: folder for a profile by torch of a few steps after the first epoch, if any.
     """
