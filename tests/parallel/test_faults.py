@@ -17,7 +17,7 @@ from forgefield.parallel.spawn import free_port
 from forgefield.training.run.signals import REQUEUE
 from tests.support.helpers import tiny_config, write_emt
 from tests.support.launching import clean_environment, ranks, start, train_command, write_config
-from tests.support.resuming import END, assert_same_run
+from tests.support.resuming import END, assert_same_run, resumed_at
 
 RECORD = "tests.support.interrupting.RecordsFrames"
 
@@ -61,7 +61,7 @@ def test_a_killed_rank_ends_the_command_and_the_same_command_resumes_exactly(tmp
     assert_said(broken, f"rank 1 on {socket.gethostname()} exited without an error message")
     continued = two_ranks(tmp_path, config)
     assert continued.returncode == 0, continued.stdout + continued.stderr
-    assert "Resuming run again at step 4" in continued.stdout
+    assert resumed_at(continued.stdout) in (2, 4)
     assert_same_run(straight, tmp_path / "runs" / "again")
 
 
@@ -143,7 +143,7 @@ def test_an_elastic_restart_ends_as_if_nothing_had_happened(tmp_path, straight):
     ]
     output = "".join(agent.communicate(timeout=200)[0] for agent in agents)
     assert [agent.returncode for agent in agents] == [0, 0], output
-    assert "Resuming run again at step 4" in output
+    assert resumed_at(output) in (2, 4)
     assert not list((tmp_path / "runs").glob("again.before-*"))
     assert_same_run(straight, tmp_path / "runs" / "again")
 
