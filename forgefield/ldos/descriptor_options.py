@@ -72,8 +72,7 @@ class DescriptorOptions:
         for name in settings:
             if kind in _ONLY_FOR.values() and _ONLY_FOR.get(name, kind) != kind:
                 raise ForgefieldError(
-                    f"{where}.{name} is a setting of type={_ONLY_FOR[name]}; with type={kind} it is not "
-                    "used and should be left out"
+                    f"{where}.{name} is a setting of type={_ONLY_FOR[name]}; with type={kind} it has no effect: remove it"
                 )
         try:
             return cls(**settings)
@@ -91,7 +90,7 @@ class DescriptorOptions:
                     value == entry.default, entry.name, value, f"left out, since it is not used with type={self.type}"
                 )
             elif limits.has_bounds and value is not None:
-                expected = f"a whole number, {limits.describe()}" if entry.type == "int" else limits.describe()
+                expected = f"a whole number {limits.describe()}" if entry.type == "int" else limits.describe()
                 is_valid = (
                     _is_number(value) and limits.allows(value) and (entry.type != "int" or isinstance(value, int))
                 )
@@ -128,4 +127,4 @@ def _is_number(value: object) -> bool:
 
 def _require(met: bool, key: str, value: object, expected: str) -> None:
     if not met:
-        raise ForgefieldError(f"{key}={value!r} is not valid: it should be {expected}")
+        raise ForgefieldError(f"{key} must be {expected}, not {value!r}")

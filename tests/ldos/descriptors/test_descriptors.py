@@ -309,7 +309,7 @@ def test_structures_and_species_that_do_not_fit_are_refused():
         ({"grid_shape": (2, 2)}, "grid_shape"),
         ({"cell": np.ones((3, 3))}, "no volume"),
         ({"cell": np.diag([3.0, 3.0, 0.0])}, "no extent"),
-        ({"positions": POSITIONS[:2]}, "for 3 atomic numbers it should be"),
+        ({"positions": POSITIONS[:2]}, "for 3 atomic numbers it must be"),
         ({"positions": POSITIONS * np.nan}, "not finite"),
         ({"chunk": 0}, "chunk=0"),
     ):
