@@ -104,7 +104,7 @@ class DescriptorOptions:
         if self.species is None:
             return
         listed = isinstance(self.species, Sequence) and not isinstance(self.species, str)
-        expected = "elements in the order of the columns, each once, such as [Al, O]"
+        expected = "a list of different elements in the order of the columns, such as [Al, O]"
         _require(listed and len(self.species) > 0, "species", self.species, expected)
         valid = all(isinstance(symbol, str) and symbol in atomic_numbers and symbol != "X" for symbol in self.species)
         _require(valid and len(set(self.species)) == len(self.species), "species", list(self.species), expected)
@@ -117,7 +117,9 @@ class DescriptorOptions:
         _require(isinstance(self.element_weights, Mapping), "element_weights", self.element_weights,
                  "weights by element, such as {Al: 1.0, O: 0.5}")  # fmt: skip
         for symbol, weight in self.element_weights.items():
-            _require(symbol in atomic_numbers, "element_weights", symbol, "a chemical symbol, such as Al")
+            _require(
+                symbol in atomic_numbers, "element_weights", symbol, "weights by chemical symbol, such as {Al: 1.0}"
+            )
             _require(_is_number(weight), f"element_weights.{symbol}", weight, "a number")
 
 

@@ -90,7 +90,7 @@ def _check_head(name: str, section: object) -> dict[str, object]:
 def _check_layers(where: str, section: Mapping[str, object], hidden: Sequence[int]) -> None:
     residual, dropout = section.get("residual", False), section.get("dropout", 0.0)
     if not isinstance(residual, bool):
-        raise ForgefieldError(f"{where}.residual is {residual!r}; it is true or false.")
+        raise ForgefieldError(f"{where}.residual must be true or false, not {residual!r}.")
     if residual and (len(hidden) < 2 or len(set(hidden)) > 1):
         raise ForgefieldError(
             f"{where}.residual needs at least two hidden layers of one width, such as {where}.hidden=[64, 64]; "

@@ -57,7 +57,7 @@ REFUSED: list[tuple[dict[str, Any], str, str]] = [
     ({"training.numb_steps": "many"}, "training.numb_steps", "a whole number"),
     ({"training.numb_steps": True}, "training.numb_steps", "a whole number"),
     ({"learning_rate.start_lr": 0}, "learning_rate.start_lr", "a positive number"),
-    ({"learning_rate.stop_lr": 1}, "learning_rate.stop_lr", "at most 0.001"),
+    ({"learning_rate.stop_lr": 1}, "learning_rate.stop_lr", "between 0 and 0.001"),
     ({"learning_rate.decay_rate": 2}, "learning_rate.decay_rate", "above 0 and at most 1"),
     ({"learning_rate.warmup_steps": 10**9}, "learning_rate.warmup_steps", "less than the 100000 steps"),
     ({"learning_rate.scale_by_worker": "cube"}, "learning_rate.scale_by_worker", "linear, sqrt or none"),
