@@ -6,7 +6,6 @@ every message names the file, the key and what would be right.
 
 from __future__ import annotations
 
-import math
 import sys
 from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
@@ -89,19 +88,21 @@ class Section:
         name: str,
         default: object = None,
         *,
-        above: float = -math.inf,
-        at_least: float = -math.inf,
-        at_most: float = math.inf,
-        below: float = math.inf,
+        above: float | None = None,
+        at_least: float | None = None,
+        at_most: float | None = None,
+        below: float | None = None,
         also: Sequence[str] = (),
     ) -> float | Any:
         """A number within bounds."""
         value = self.take(name, default, also=also)
         if value is default:
             return value
-        if not (is_number(value) and above < value < below and at_least <= value <= at_most):
-            bounds = [bound if math.isfinite(bound) else None for bound in (at_least, above, at_most, below)]
-            raise self.wrong(name, value, (is_number(value) and Limits(*bounds).describe()) or "a number")
+        if not is_number(value):
+            raise self.wrong(name, value, "a number")
+        limits = Limits(at_least, above, at_most, below)
+        if not limits.allows(value):
+            raise self.wrong(name, value, limits.describe())
         return float(value)
 
     def flag(self, name: str, default: object = False, *, also: Sequence[str] = ()) -> bool | Any:
