@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import yaml
 
 from forgefield.parallel.spawn import free_port
 from forgefield.training.run.signals import REQUEUE
@@ -61,6 +62,21 @@ def test_a_killed_rank_ends_the_command_and_the_same_command_resumes_exactly(tmp
     continued = two_ranks(tmp_path, config)
     assert continued.returncode == 0, continued.stdout + continued.stderr
     assert "Resuming run again at step 4" in continued.stdout
+    assert_same_run(straight, tmp_path / "runs" / "again")
+
+
+@pytest.mark.slow
+def test_rank_0_is_killed_while_it_writes_a_checkpoint_that_its_clock_has_requested(tmp_path, straight):
+    config = parallel_config(tmp_path, "again")
+    settings = yaml.safe_load(config.read_text())
+    settings["training"]["checkpoint"] = {"every_seconds": 1e-6}
+    settings["callbacks"].append("tests.support.interrupting.KilledWhileWriting")
+    config.write_text(yaml.safe_dump(settings))
+    broken = own_processes(tmp_path, config, KILL_STEP="4", KILL_WHEN="whole")
+    assert_said(broken, f"rank 0 on {socket.gethostname()} exited without an error message")
+    continued = two_ranks(tmp_path, config)
+    assert continued.returncode == 0, continued.stdout + continued.stderr
+    assert "Resuming run again at step " in continued.stdout
     assert_same_run(straight, tmp_path / "runs" / "again")
 
 

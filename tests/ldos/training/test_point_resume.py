@@ -94,7 +94,7 @@ def test_more_steps_later_equal_more_steps_at_once(tmp_path, monkeypatch):
 
 
 def test_killed_with_signal_9_and_continued_by_the_same_command(tmp_path):
-    changes = {"training": {"checkpoint": {"every_steps": 4}}}
+    changes = {"training": {"checkpoint": {"every_steps": 4, "every_epochs": 1}}}
     config = write_config(tmp_path / "again.yaml", merged(tmp_path, "again", changes))
     environ = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
     command = ("forgefield", "train", str(config))
