@@ -248,7 +248,7 @@ def _check_precision(value: str | dict[str, Any], sources: Sources) -> None:
         if name in value or name == "start":
             check_choice(value.get(name), PRECISIONS[1:], f"{key}.{name}", sources)
     if value["start"] == value.get("finish", "float32"):
-        raise wrong(sources, f"{key}.finish", value["start"], "another precision than start")
+        raise wrong(sources, f"{key}.finish", value["start"], "different from start")
     last = {name: value[name] for name in SCHEDULE[2:] if value.get(name) is not None}
     if len(last) != 1:
         raise ForgefieldError(f"{sources.where(key)}: '{key}' needs one of finish_epochs and finish_steps.")

@@ -189,7 +189,7 @@ def test_an_error_of_all_ranks_is_said_once(tmp_path):
     config = parallel_config(tmp_path, "wrong")
     done = ranks(2, "forgefield", "train", str(config), "training.scale_lr=lineer", folder=tmp_path)
     assert done.returncode != 0
-    assert done.stderr.count("'training.scale_lr' is none, sqrt or linear, not 'lineer'") == 1, done.stderr
+    assert done.stderr.count("'training.scale_lr' must be none, sqrt or linear, not 'lineer'") == 1, done.stderr
     assert not (tmp_path / "runs").exists()
 
 
