@@ -25,7 +25,7 @@ from forgefield.data.options import DataOptions
 from forgefield.data.paths import is_named
 from forgefield.data.starter import propose_config
 from forgefield.errors import ForgefieldError
-from forgefield.evaluation import evaluate_training, is_unmeasured, name_of_test
+from forgefield.evaluation import name_of_test
 from forgefield.inference.ase import Calculator
 from forgefield.inference.ensemble import Ensemble
 from forgefield.inference.predict import predict_file
@@ -45,13 +45,14 @@ from forgefield.report.page import write_report
 from forgefield.results import Checks, Errors
 from forgefield.runs import PACKAGE_SUFFIX, Run, create_run_from_import, run_exists
 from forgefield.settings import Config
-from forgefield.training.fit import TrainingResult, fit
+from forgefield.training.fit import TrainingResult
 from forgefield.training.problem.preflight import check_model_section
 from forgefield.training.run.folder import config_of_run
 from forgefield.training.run.journal import Journal
 from forgefield.training.trainer import requested_processes
+from forgefield.trust.ensembles import calibrate_ensemble, train_run
 from forgefield.trust.selection import Selection, select_frames
-from forgefield.trust.uncertainty import fit_after_training, fit_uncertainty
+from forgefield.trust.uncertainty import fit_after_training, fit_uncertainty, training_data
 
 if TYPE_CHECKING:
     from forgefield.trust.evaluate import EvaluationReport
@@ -200,14 +201,14 @@ def train_with_outcome(
     n = requested_processes(config) if ranks.launch.launcher == "none" else 1
     if n > 1:
         return _train_in_processes(config, n, fresh=fresh, log=log, log_mode=log_mode, trust_code=trust_code)
-    journal = Journal(ranks=ranks, file=log, mode=log_mode)
-    try:
-        fitted = fit(config, fresh=fresh, journal=journal, ranks=ranks, trust_code=trust_code)
-        if ranks.broadcast(fitted.outcome == "finished" or is_unmeasured(fitted)):
-            return evaluate_training(fitted, config, journal, ranks, prepare=fit_after_training)
-        return fitted
-    finally:
-        journal.close()
+    return train_run(
+        config,
+        fresh=fresh,
+        new_journal=lambda: Journal(ranks=ranks, file=log, mode=log_mode),
+        ranks=ranks,
+        trust_code=trust_code,
+        prepare=fit_after_training,
+    )
 
 
 def _train_in_processes(
@@ -495,6 +496,8 @@ def uncertainty(
 ) -> Path:
     """Compute the uncertainties of a run's best weights from its training data and return the file.
 
+    For an ensemble, whose uncertainties are the deviations of its members, calibrate them with the validation frames.
+
     Parameters
     ----------
     run
@@ -507,6 +510,11 @@ def uncertainty(
     """
     _require_first_rank("uncertainty")
     run = Run.open(run, trust_code=trust_code)
+    if run.members:
+        if directions is not None:
+            raise ForgefieldError(f"directions has no effect for an ensemble, and run {run.name} is one.")
+        calibrate_ensemble(run, training_data(run), device=device)
+        return run.path / "run.json"
     fit_uncertainty(run, device=device, directions=directions)
     return uncertainty_path(run)
 
@@ -688,6 +696,7 @@ def export(
         from forgefield.inference.lammps.mliap import write_mliap
 
         return write_mliap(run, out, which=which, head=head)
+    run.require_single_model(f"exported to {to}")
     return exporter(to)(run.load_potential(which, device, head=head), out, sel=sel)
 
 

@@ -115,6 +115,9 @@ class DataOptions:
     """Units of the source."""
     split_seed: int | None = seed_option(None)
     """Seed of the random split. Default: `seed`."""
+    bootstrap: bool = False
+    """Train on as many frames as there are for training, drawn at random with `seed` and with replacement, as for a member of
+    an ensemble. Frames with one atom are not drawn but kept, and every species stays in training."""
     shuffle: bool = True
     """Use a new random permutation of all training frames in every epoch."""
     neighbours: str = option("auto", choices=("auto", "vesin", "matscipy", "device"))
