@@ -97,7 +97,8 @@ def test_a_larger_ensemble_trains_the_new_members_only(ensemble, tmp_path) -> No
     assert list(run.members) == ["seed-3", "seed-4", "seed-5"]
     for name in ensemble.members:
         before, after = ((each.member_path(name) / "log.txt").read_text() for each in (ensemble, run))
-        assert "is complete" in after.removeprefix(before) and "Result" not in after.removeprefix(before)
+        assert "is complete" in after.removeprefix(before)
+        assert "Result" not in after.removeprefix(before)
         assert_same_run(run.member_path(name), ensemble.member_path(name))
     assert len(forgefield.load(run).members) == 3
 
@@ -150,7 +151,8 @@ def test_the_run_is_used_like_any_other(ensemble, tmp_path, monkeypatch, capsys)
     chosen = forgefield.select(ensemble, emt_frames(12, seed=8), 3)
     assert len(chosen.indices) == 3
     page = (ensemble.path / "report.html").read_text()
-    assert "Members" in page and "Forces: calibration" in page
+    assert "Members" in page
+    assert "Forces: calibration" in page
 
 
 @pytest.mark.parametrize(
@@ -184,15 +186,22 @@ def test_what_takes_one_model_names_the_members(ensemble, tmp_path, to) -> None:
 
 
 def test_a_bootstrap_keeps_every_species_and_single_atoms() -> None:
-    frames = [*emt_frames(12, seed=1, symbols=("Cu",)), *emt_frames(1, seed=2, symbols=("Au",)), Atoms("Cu"), Atoms("Au")]
+    frames = [
+        *emt_frames(12, seed=1, symbols=("Cu",)),
+        *emt_frames(1, seed=2, symbols=("Au",)),
+        Atoms("Cu"),
+        Atoms("Au"),
+    ]
     table = forgefield_table(frames[:13])
     for seed in range(20):
         rows = bootstrap_rows(table, seed)
-        assert len(rows) == 13 and 12 in rows
+        assert len(rows) == 13
+        assert 12 in rows
         assert np.array_equal(rows, bootstrap_rows(table, seed))
     assert len({tuple(bootstrap_rows(table, seed)) for seed in range(20)}) > 15
     rows = bootstrap_rows(forgefield_table(frames), 0)
-    assert len(rows) == 15 and (rows == 13).sum() == (rows == 14).sum() == 1
+    assert len(rows) == 15
+    assert (rows == 13).sum() == (rows == 14).sum() == 1
 
 
 def forgefield_table(frames: list[Atoms]) -> FrameTable:

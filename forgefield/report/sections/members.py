@@ -14,9 +14,7 @@ SHOWN = ("energy", "forces", "stress")
 
 
 def members_section(run: RunData) -> Html:
-    lead = (
-        "Predictions are means of the members. The curves are those of the validation; a dash marks errors that were not measured."
-    )
+    lead = "Predictions are means of the members. The curves are those of the validation."
     cards = [_curves(run, "loss", "Validation loss", "loss")]
     for name in SHOWN:
         quantity = QUANTITIES[name]
@@ -51,7 +49,9 @@ def _table(run: RunData) -> Html:
     header: list[Child] = [""]
     for split, key in columns:
         name, _, kind = key.rpartition("_")
-        header.append(f"{split_title(split, first=True)} {with_unit(f'{name} {kind.upper()}', QUANTITIES[name].error_unit)}")
+        header.append(
+            f"{split_title(split, first=True)} {with_unit(f'{name} {kind.upper()}', QUANTITIES[name].error_unit)}"
+        )
     rows: list[list[Child]] = []
     for title, data in [*run.members.items(), ("ensemble", run)]:
         measured = errors_by_split(data)
