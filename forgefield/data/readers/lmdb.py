@@ -86,7 +86,7 @@ def _listed(path: Path, *_: str | int) -> np.ndarray:
         _refuse_missing(path, present | gone, end)
         present = {i for i in present if 1 <= i < end}
     if ids and ids[-1] >= 2**63:
-        raise ForgefieldError(f"{path}: the id of a row should be below 2**63; the file is damaged")
+        raise ForgefieldError(f"{path}: the id of a row must be below 2**63; the file is damaged")
     return np.array([position for position, i in enumerate(ids) if i in present and i not in gone], dtype=np.int64)
 
 
@@ -183,7 +183,7 @@ def read_matsciml(path: Path, start: int = 0, stop: int | None = None) -> Iterat
             except RefusedPickle as error:
                 raise ForgefieldError(f"{where}: its value is refused: {error}") from None
             if not isinstance(sample, dict):
-                raise ForgefieldError(f"{where}: a sample should be a dictionary, not {type(sample).__name__}")
+                raise ForgefieldError(f"{where}: a sample must be a dictionary, not {type(sample).__name__}")
             try:
                 yield _frame_from_sample(sample, str(path), index, where)
             except (KeyError, TypeError, ValueError, IndexError, AttributeError) as error:
