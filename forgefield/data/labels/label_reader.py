@@ -172,7 +172,11 @@ class LabelReader:
             }
             fields = {
                 name: asdict(options)
-                | ({"key": f"REF_{name}", "factor": 1.0, "cumulative": False} if name in outputs else {})
+                | (
+                    {"key": f"REF_{name}", "factor": 1.0, "cumulative": False, "values": None}
+                    if name in outputs
+                    else {}
+                )
                 for name, options in self.fields.items()
             }
             self._references = LabelReader(LabelOptions(**labels, fields=fields or None), UnitOptions())
