@@ -245,7 +245,7 @@ def test_killed_and_run_again_it_is_as_if_nothing_had_happened(large, whole, tmp
 
 @pytest.mark.slow
 @pytest.mark.parametrize("workers", [1, 2])
-def test_ctrl_c_says_that_the_same_command_goes_on(large, whole, tmp_path, workers):
+def test_after_ctrl_c_the_same_command_resumes(large, whole, tmp_path, workers):
     target = tmp_path / "store"
     process = conversion(large, target, workers)
     wait_for_a_part(process, target)
