@@ -308,7 +308,7 @@ def check(
 
     require_first_rank("check")
     if frames < 1:
-        raise ForgefieldError(f"frames is {frames}; it should be 1 or more.")
+        raise ForgefieldError(f"frames must be 1 or more, not {frames}.")
     is_file = (
         isinstance(target, (str, os.PathLike)) and Path(target).is_file() and Path(target).suffix != PACKAGE_SUFFIX
     )

@@ -158,4 +158,4 @@ _RULES: dict[str, tuple[Callable[[Any], bool], str]] = {
 
 def _wrong(where: Callable[[str], str], key: str, value: object, expected: str, hint: str = "") -> ForgefieldError:
     shown = "null" if value is None else repr(value)
-    return ForgefieldError(f"{where(key)}'{key}' is {expected}, not {shown}.{hint}")
+    return ForgefieldError(f"{where(key)}'{key}' must be {expected}, not {shown}.{hint}")

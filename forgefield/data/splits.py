@@ -82,7 +82,9 @@ def parse_indices(spec: object, n: int, setting: str) -> np.ndarray:
     elif isinstance(spec, Sequence) and all(isinstance(i, int) and not isinstance(i, bool) for i in spec):
         rows = np.array(spec, dtype=np.int64)
     else:
-        raise ForgefieldError(f"{setting}={spec!r:.80} should be a list of integers, a file of them, or 'start:stop'")
+        raise ForgefieldError(
+            f"{setting} must be a list of integers, a file of them, or 'start:stop', not {spec!r:.80}"
+        )
     rows = rows.astype(np.int64)
     if rows.size == 0:
         raise ForgefieldError(f"{setting}={spec!r:.80} selects none of the {n} frames")
@@ -162,7 +164,7 @@ def is_lazy(options: DataOptions) -> bool | None:
         return bool(options.lazy)
     if options.lazy in ("auto", None):
         return None
-    raise ForgefieldError(f"data.lazy={options.lazy!r} should be auto, true or false")
+    raise ForgefieldError(f"data.lazy must be auto, true or false, not {options.lazy!r}")
 
 
 def _read(
@@ -232,8 +234,8 @@ def _kind(value: object, name: str) -> str:
     if isinstance(value, (str, list, Path)) or (isinstance(value, Mapping) and "path" in value):
         return "files"
     raise ForgefieldError(
-        f"{_setting(name)}={value!r:.80} should be a share below 1, a number of frames, a file (folder, glob, list) "
-        "or {indices: ...}"
+        f"{_setting(name)} must be a share below 1, a number of frames, a file (folder, glob, list) or {{indices: ...}}, not "
+        f"{value!r:.80}"
     )
 
 
@@ -297,7 +299,7 @@ def representative_rows(table: FrameTable, n: int) -> np.ndarray:
     forces if there are no energies.
     """
     if n < 1:
-        raise ForgefieldError(f"{n} frames were requested; it should be at least 1")
+        raise ForgefieldError(f"at least 1 frame must be requested, not {n}")
     if n >= len(table):
         return np.arange(len(table))
     composition, species = _compositions(table)

@@ -62,7 +62,7 @@ class PackagedRun(Run):
         note = PACKAGE.upgrade(self._weights.about[PACKAGE_KEY], self.path)
         for key in ("info", "settings"):
             if not isinstance(note.get(key), dict):
-                raise ForgefieldError(f"{self.path} is damaged: '{key}' should be a mapping.")
+                raise ForgefieldError(f"{self.path} is damaged: '{key}' must be a mapping.")
         return note
 
     @property

@@ -14,13 +14,18 @@ from forgefield.errors import ForgefieldError
 FEWEST_KNOTS, MOST_KNOTS = 256, 2**15 - 1
 """Limits of the number of intervals of a table: for its precision, and because kernels use 16-bit indices."""
 PRECISIONS = ("float64", "float32", "tf32", "bf16-mixed", "fp16-mixed")
+CHECKPOINT_SECONDS = 30.0
+"""Seconds between checkpoints, unless the config sets when they are saved."""
 SCHEDULE = ("start", "finish", "finish_epochs", "finish_steps")
 """Keys of a schedule of precisions."""
 
 
 @dataclass
 class CheckpointOptions:
-    every_epochs: int | None = option(1, above=0)
+    every_seconds: float | None = option(None, above=0)
+    """Save a checkpoint when N seconds have passed since the last one, also within an epoch. Default: 30 if neither
+    `every_epochs` nor `every_steps` is set, else never. The end of a training and requests to stop are always saved."""
+    every_epochs: int | None = option(None, above=0)
     """Save a checkpoint every N epochs."""
     every_steps: int | None = option(None, above=0)
     """Save a checkpoint every N optimiser steps, also within an epoch."""
@@ -28,6 +33,13 @@ class CheckpointOptions:
     """Number of checkpoints to keep; older ones are deleted."""
     requeue_exit: int = 75
     """Exit code of a training that a batch system stopped (SIGTERM, SIGUSR1) and that should be started again."""
+
+    @property
+    def seconds(self) -> float | None:
+        """Seconds between checkpoints; None if they are not saved by time."""
+        if self.every_seconds is None and self.every_epochs is None and self.every_steps is None:
+            return CHECKPOINT_SECONDS
+        return self.every_seconds
 
 
 @dataclass
@@ -236,7 +248,7 @@ def _check_precision(value: str | dict[str, Any], sources: Sources) -> None:
         if name in value or name == "start":
             check_choice(value.get(name), PRECISIONS[1:], f"{key}.{name}", sources)
     if value["start"] == value.get("finish", "float32"):
-        raise wrong(sources, f"{key}.finish", value["start"], "another precision than start")
+        raise wrong(sources, f"{key}.finish", value["start"], "different from start")
     last = {name: value[name] for name in SCHEDULE[2:] if value.get(name) is not None}
     if len(last) != 1:
         raise ForgefieldError(f"{sources.where(key)}: '{key}' needs one of finish_epochs and finish_steps.")

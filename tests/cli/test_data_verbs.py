@@ -131,7 +131,7 @@ def test_refusals_of_convert_write_nothing(source, work, capsys):
         (("cu.extxyz", "no/new.extxyz"), "the folder no does not exist"),
         (("cu.extxyz", "new.extxyz", "--cutoff", "4"), "only a store can"),
         (("cu.extxyz", "new.extxyz", "--workers", "2"), "workers applies to stores"),
-        (("cu.extxyz", "new", "--workers", "0"), "workers is 0"),
+        (("cu.extxyz", "new", "--workers", "0"), "workers must be at least 1, not 0"),
         (("cu.extxyz", "new", "--cutoff", "-1"), "positive length"),
         (("cu.extxyz", "new", "--max-neighbours", "5"), "--max-neighbours needs --cutoff"),
         (("cu.extxyz", "new", "--energy-key", "mine"), "no frame of cu.extxyz has that key"),
@@ -388,7 +388,7 @@ def test_refusals_of_info_write_nothing(source, work, capsys):
     assert "the name of a figure must end in .png" in refused(capsys, "info", "cu.extxyz", "--figure", "cu.jpeg")
     assert "there.png exists already" in refused(capsys, "info", "cu.extxyz", "--figure", "there.png")
     assert "folder no does not exist" in refused(capsys, "info", "cu.extxyz", "--figure", "no/cu.png")
-    assert "cutoff is 0" in refused(capsys, "info", "cu.extxyz", "--cutoff", "0")
+    assert "cutoff must be a positive length in A, not 0" in refused(capsys, "info", "cu.extxyz", "--cutoff", "0")
     assert sorted(path.name for path in work.iterdir()) == ["cu.extxyz", "there.png"]
     assert (work / "there.png").read_bytes() == b"mine"
 

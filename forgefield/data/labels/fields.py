@@ -216,7 +216,7 @@ def _matching(raw: RawFrame, name: str, candidates: list[np.ndarray], shapes: li
             if fits(value.shape, shape):
                 return value.reshape(shape)
     raise ForgefieldError(
-        f"{raw.where}: {name} has shape {candidates[0].shape}; according to {FIELDS}.{name} it should be "
+        f"{raw.where}: {name} has shape {candidates[0].shape}; according to {FIELDS}.{name} it must be "
         f"{' or '.join(map(str, shapes))}"
     )
 

@@ -419,7 +419,7 @@ def _numbers(raw: RawFrame, name: str, value: object) -> np.ndarray:
 
 def _scalar(raw: RawFrame, label: str, value: np.ndarray) -> float:
     if value.size != 1:
-        raise ForgefieldError(f"{raw.where}: the {label} has shape {value.shape}; it should be one number")
+        raise ForgefieldError(f"{raw.where}: the {label} has shape {value.shape}; it must be one number")
     return float(value.reshape(()))
 
 
@@ -430,4 +430,4 @@ def _matrix(raw: RawFrame, label: str, value: np.ndarray) -> np.ndarray:
         return np.array([[xx, xy, xz], [xy, yy, yz], [xz, yz, zz]])
     if value.shape in ((9,), (3, 3)):
         return value.reshape(3, 3)
-    raise ForgefieldError(f"{raw.where}: the {label} has shape {value.shape}; it should be (6,), (9,) or (3, 3)")
+    raise ForgefieldError(f"{raw.where}: the {label} has shape {value.shape}; it must be (6,), (9,) or (3, 3)")

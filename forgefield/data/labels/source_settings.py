@@ -29,7 +29,7 @@ def source_settings(spec: Mapping[str, Any]) -> str:
         known = [item.name for item in fields(options)]
         if not isinstance(values, Mapping) or not values:
             raise ForgefieldError(
-                f"the {section} of {spec['path']} are {values!r}; they should be a mapping of {', '.join(known)}"
+                f"the {section} of {spec['path']} are {values!r}; they must be a mapping of {', '.join(known)}"
             )
         for name in values:
             if name not in known:
@@ -43,7 +43,7 @@ def _checked(value: object, name: str, section: str, path: object) -> object:
     if section == "labels" and name == "fields":
         if not isinstance(value, Mapping) or not all(isinstance(item, Mapping) for item in value.values()):
             raise ForgefieldError(
-                f"labels.fields of {path} is {value!r}; it should be a mapping such as {{gap: {{key: Eg}}}}"
+                f"labels.fields of {path} is {value!r}; it must be a mapping such as {{gap: {{key: Eg}}}}"
             )
         for field, item in value.items():
             for key in item:
@@ -54,7 +54,7 @@ def _checked(value: object, name: str, section: str, path: object) -> object:
                     )
         return {field: dict(item) for field, item in value.items()}
     if not isinstance(value, str) or not value:
-        raise ForgefieldError(f"{section}.{name} of {path} is {value!r}; it should be text")
+        raise ForgefieldError(f"{section}.{name} of {path} is {value!r}; it must be text")
     return value
 
 

@@ -194,7 +194,7 @@ def graph_from_point_clouds(
     if positions.shape != (*mask.shape, 3) or species.shape != mask.shape:
         raise ForgefieldError(
             f"point clouds of shapes {tuple(positions.shape)}, {tuple(species.shape)} and {tuple(mask.shape)} do not "
-            "belong together; they should be (frames, slots, 3), (frames, slots) and (frames, slots)"
+            "belong together; they must be (frames, slots, 3), (frames, slots) and (frames, slots)"
         )
     mask = mask.bool()
     if bool((species[mask] < 0).any()):

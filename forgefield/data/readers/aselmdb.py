@@ -79,7 +79,7 @@ def _listed(path: Path, *_: str | int) -> np.ndarray:
         _refuse_missing(path, present | gone, end)
         present = {i for i in present if 1 <= i < end}
     if ids and ids[-1] >= 2**63:
-        raise ForgefieldError(f"{path}: the id of a row should be below 2**63; the file is damaged")
+        raise ForgefieldError(f"{path}: the id of a row must be below 2**63; the file is damaged")
     return np.array([position for position, i in enumerate(ids) if i in present and i not in gone], dtype=np.int64)
 
 

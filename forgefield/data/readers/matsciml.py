@@ -51,7 +51,7 @@ def read_matsciml(path: Path, start: int = 0, stop: int | None = None) -> Iterat
             except RefusedPickle as error:
                 raise ForgefieldError(f"{where}: its value is refused: {error}") from None
             if not isinstance(sample, dict):
-                raise ForgefieldError(f"{where}: a sample should be a dictionary, not {type(sample).__name__}")
+                raise ForgefieldError(f"{where}: a sample must be a dictionary, not {type(sample).__name__}")
             try:
                 yield _frame_from_sample(sample, str(path), index, where)
             except (KeyError, TypeError, ValueError, IndexError, AttributeError) as error:

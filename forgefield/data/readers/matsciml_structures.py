@@ -112,7 +112,7 @@ def _carolina(sample: dict[str, Any], where: str) -> Structure:
     numbers = atomic_numbers_of(sample["atomic_numbers"], where)
     _check_shape(fractions, numbers, "cart_coords", where)
     if fractions.size and (fractions.min() < -1e-6 or fractions.max() > 1 + 1e-6):
-        raise ForgefieldError(f"{where}: its cart_coords should be fractional, but are not all between 0 and 1")
+        raise ForgefieldError(f"{where}: its cart_coords must be fractional, but are not all between 0 and 1")
     values: dict[str, Any] = {name: str(sample[key]).strip("'") for key, name in _CAROLINA.items() if key in sample}
     if "_symmetry_Int_Tables_number" in sample:
         values["symmetry.number"] = int(sample["_symmetry_Int_Tables_number"])

@@ -85,17 +85,17 @@ def _settings(spec: Mapping[str, Any], outer: SourceFile | None) -> tuple[Any, S
     unknown = set(spec) - {"path", "weight", "share", "type_map", "branch", "labels", "units"}
     if unknown or "path" not in spec:
         raise ForgefieldError(
-            "a source of frames is {path: ..., weight: ..., share: ..., type_map: [...], branch: ..., labels: {...}, units: "
-            f"{{...}}}}, not {dict(spec)!r}"
+            "a source of frames must be {path: ..., weight: ..., share: ..., type_map: [...], branch: ..., labels: {...}, "
+            f"units: {{...}}}}, not {dict(spec)!r}"
         )
     branch = spec.get("branch")
     if branch is not None and (not isinstance(branch, str) or outer.branch not in (None, branch)):
-        raise ForgefieldError(f"the branch of {spec['path']} is {branch!r}; it should be the name of one branch")
+        raise ForgefieldError(f"the branch of {spec['path']} must be the name of one branch, not {branch!r}")
     weight, share, elements = spec.get("weight", 1.0), spec.get("share"), spec.get("type_map")
     for name, value in (("weight", weight), ("share", 0.0 if share is None else share)):
         number = isinstance(value, (int, float)) and not isinstance(value, bool)
         if not number or not 0 <= value < math.inf:
-            raise ForgefieldError(f"the {name} of {spec['path']} is {value!r}; it should be a number, not negative")
+            raise ForgefieldError(f"the {name} of {spec['path']} is {value!r}; it must be a number of at least 0")
     if share is not None and outer.share is not None:
         raise ForgefieldError(f"the share of {spec['path']} is given twice, by {{path, share}} within another of these")
     settings = source_settings(spec)
@@ -117,7 +117,7 @@ def _elements(names: object, path: object) -> tuple[str, ...]:
     from ase.data import atomic_numbers
 
     if not isinstance(names, Sequence) or isinstance(names, str) or not names:
-        raise ForgefieldError(f"the type_map of {path} is {names!r}; it should be a list of elements, such as [O, H]")
+        raise ForgefieldError(f"the type_map of {path} must be a list of elements, such as [O, H], not {names!r}")
     for name in names:
         if name not in atomic_numbers or name == "X":
             raise ForgefieldError(f"the type_map of {path} names {name!r}, which is not a chemical element")
@@ -314,7 +314,7 @@ def chunks(file: SourceFile, size: int) -> list[tuple[int, int | None]]:
     [(0, None)] where a format cannot be divided. The last range is open.
     """
     if size < 1:
-        raise ForgefieldError(f"chunks of {size} frames were asked for; it should be at least 1")
+        raise ForgefieldError(f"chunks must have at least 1 frame, not {size}")
     count = frame_count(file)
     return [(0, None)] if count is None else even_ranges(count, size)
 

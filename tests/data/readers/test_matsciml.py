@@ -112,7 +112,7 @@ CIF = {
     ("change", "message"),
     [
         ({"_cell_volume": "65.0"}, r"its cell has 64 A\^3, but it says its volume is 65"),
-        ({"cart_coords": np.array([[0.0, 0, 0], [2.0, 2.0, 2.0]])}, "should be fractional"),
+        ({"cart_coords": np.array([[0.0, 0, 0], [2.0, 2.0, 2.0]])}, "must be fractional"),
         ({"atomic_numbers": [55]}, r"cart_coords has shape \(2, 3\), but there are 1 atoms"),
         ({"_cell_length_b": None}, "not one that Forgefield knows"),
     ],

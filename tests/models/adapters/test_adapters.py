@@ -218,7 +218,7 @@ def test_calculator_knows_which_axes_are_periodic():
         ),
         (
             {"name": "pyg", "module": f"{HERE}lying_factory"},
-            r"lying_factory returned a int; it should be a torch\.nn\.Module",
+            r"lying_factory returned a int; it must be a torch\.nn\.Module",
         ),
         (
             {"name": "ase_like", "module": "subprocess.check_call"},
