@@ -18,7 +18,7 @@ from forgefield.errors import ForgefieldError
 from forgefield.files import find_path
 from forgefield.ldos.options import PointsOptions
 
-_NOT_NAMES = ("index", "paths", "file", "files", "weight", "share", "branch", "type_map")
+_NOT_NAMES = ("index", "paths", "file", "files", "weight", "share", "branch", "type_map", "labels", "units")
 """Names of test sets that are slips for other keys."""
 DEFAULT_POINTS = 1000
 """Grid points per batch if the config does not set a number."""
@@ -82,7 +82,8 @@ class UnitOptions:
 class DataOptions:
     train: str | list[Any] | dict[str, Any] | None = None
     """Training data: a file, folder, store or glob pattern, or a list of them. Entries can be mappings {path: ..., weight: ...,
-    share: ..., branch: ...} with a weight in the loss, a share of the samples drawn, and a branch of the model."""
+    share: ..., branch: ..., labels: {...}, units: {...}} with a weight in the loss, a share of the samples drawn, a branch of
+    the model, and labels and units that differ from `data.labels` and `data.units`."""
     val: float | str | list[Any] | dict[str, Any] | None = 0.1
     """Validation data: a fraction of train (0.1), a number of its frames (50), files, or {indices: file-or-list}."""
     test: float | str | list[Any] | dict[str, Any] | None = None
