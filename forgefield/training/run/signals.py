@@ -161,7 +161,7 @@ class StopControl:
 
     def wants_checkpoint(self, flags: Sequence[float] | None = None) -> bool:
         """Whether a checkpoint was requested, on this rank or, with `flags` summed over ranks, on any."""
-        return self._wants_checkpoint if flags is None else any(flags[len(STOPPING) + 1 :])
+        return self._wants_checkpoint if flags is None else bool(flags and flags[len(STOPPING) + 1])
 
     def checkpoint_is_saved(self) -> None:
         """The state after the request is saved; called on all ranks."""

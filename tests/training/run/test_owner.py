@@ -46,7 +46,7 @@ def test_a_checkpoint_on_request_changes_nothing_and_resumes_exactly(straight, t
     assert_same_run(straight, path)
     last, requested = list_checkpoints(path / "checkpoints")
     assert requested.name == "step-00000003.ckpt"
-    assert "A checkpoint was requested: saved step 3." in (path / "log.txt").read_text()
+    assert "A checkpoint was requested: step 3 is saved." in (path / "log.txt").read_text()
     last.unlink()
     Run(path).write_info(status="running")  # as if it had been killed after step 3
     monkeypatch.setenv("END_AT", "-1")
