@@ -227,8 +227,7 @@ class _AtRest(TypedFunction):
             graph = network.graph
             row = torch.arange(graph.n_edges, device=harmonics.device) if graph.pair is None else graph.pair
             radials = planned = [Radial(rows.contiguous(), row) for rows in radial]
-        if trained:
-            network.compile(harmonics, planned)
+        network.compile(harmonics, planned, trained=trained)
         return network.values(harmonics, radials)
 
     @staticmethod

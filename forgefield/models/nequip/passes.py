@@ -238,10 +238,10 @@ class Network:
             for number, (layer, form) in enumerate(zip(model.layers, forms(model)))
         ]
 
-    def compile(self, harmonics: Tensor, radials: Sequence[Radial]) -> None:
-        """Compile the kernels of all convolutions for a training, unless that has been done."""
+    def compile(self, harmonics: Tensor, radials: Sequence[Radial], *, trained: bool) -> None:
+        """Compile the kernels of all convolutions, for a training or for values and forces, unless that has been done."""
         planned = [
-            Planned(layer.form, radial, layer.first, layer.x, layer.z, layer.to_x, layer.to_z)
+            Planned(layer.form, radial, layer.first, layer.x, layer.z, layer.to_x, layer.to_z, trained)
             for layer, radial in zip(self.layers, radials)
         ]
         compile_together(planned, self.graph, harmonics)
