@@ -133,8 +133,9 @@ class DeviceEngine:
     def evaluate_on_host(self, positions: np.ndarray, cell: np.ndarray, *, gradients: bool = True) -> Results:
         """The same for arrays, with one copy to the device and one back; results are on the host."""
         if self._program is None or self._program.settings.gradients is not gradients:
-            given = (torch.from_numpy(array).to(self.device) for array in (positions, cell))
-            self._current(*given, gradients)
+            arrays = (positions, cell.reshape(-1, 3, 3))
+            at, of = (torch.from_numpy(np.ascontiguousarray(array)).to(self.device) for array in arrays)
+            self._listed(at, of, gradients)
         program = self._program
         assert program is not None
         n_systems, n_atoms = self._sizes
