@@ -33,7 +33,7 @@ from forgefield.data.neighbours.graph import (
 from forgefield.data.species import SpeciesTable
 from forgefield.errors import ForgefieldError
 from forgefield.inference.engine.comparison import Deviation, compare
-from forgefield.inference.engine.device import DeviceEngine, Systems, refusal
+from forgefield.inference.engine.device import DeviceEngine, Systems, choose_engine
 from forgefield.inference.ensemble import Ensemble
 from forgefield.inference.evaluate import evaluate_batch, per_atom_outputs
 from forgefield.inference.uncertainty import with_uncertainty
@@ -193,19 +193,11 @@ class Calculator(AseCalculator):
         self.implemented_properties = [*known, *self.potential.extra_outputs, *self.potential.uncertainty_outputs]
         self.species = SpeciesTable(self.potential.species, trained=True)
         self.neighbours = VerletList(graph_of(self.potential), DEFAULT_SKIN if skin is None else skin)
-        self.engine = self._engine(engine, skin, notify)
+        self.engine = choose_engine(self.potential, self.device, engine, skin, notify)
         """The engine that evaluates the model; None where the eager model does."""
         self.deviation: Deviation | None = None
         """Deviation of the engine from the eager model in float64, on the first structure."""
         self._composition: tuple[np.ndarray, np.ndarray] | None = None
-
-    def _engine(self, wanted: bool | None, skin: float | None, notify: Callable[[str], None]) -> DeviceEngine | None:
-        reason = refusal(self.potential, self.device)
-        if wanted is False or (wanted is None and (reason is not None or self.device.type != "cuda")):
-            return None
-        if reason is not None:
-            raise ForgefieldError(f"engine=True is not possible: {reason}.")
-        return DeviceEngine(self.potential, self.device, skin=skin, notify=notify)
 
     def calculate(
         self,

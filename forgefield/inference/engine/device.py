@@ -76,6 +76,28 @@ def refusal(potential: Potential, device: torch.device) -> str | None:
     return None
 
 
+def choose_engine(
+    potential: Potential,
+    device: torch.device,
+    wanted: bool | None,
+    skin: float | None,
+    notify: Callable[[str], None],
+) -> DeviceEngine | None:
+    """The engine for a model; None where the eager model is used.
+
+    wanted: True: an error where the engine is not possible; False: never; None: on a GPU, for models that it supports.
+    """
+    if wanted is False or (wanted is None and device.type != "cuda"):
+        return None
+    reason = refusal(potential, device)
+    if reason is None:
+        return DeviceEngine(potential, device, skin=skin, notify=notify)
+    if wanted:
+        raise ForgefieldError(f"engine=True is not possible: {reason}.")
+    notify(f"The eager model is used, not the evaluation engine: {reason}.")
+    return None
+
+
 class DeviceEngine:
     """potential: in evaluation mode, on the device where it is evaluated, with weights that do not change.
 

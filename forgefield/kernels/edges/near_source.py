@@ -281,5 +281,5 @@ def frame_sums(parts, cell, energy, stress, n_shares, block: tl.constexpr):
         total = tl.zeros([block], tl.float64)
         for first in range(0, n_shares, block):
             total += tl.load(at + (first + share) * 10 + 1 + k, mask=first + share < n_shares, other=0.0)
-        value = tl.where(volume > 0.0, tl.sum(total, 0) / volume, float("nan"))
+        value = tl.where(volume > 0.0, tl.sum(total, 0) / tl.where(volume > 0.0, volume, 1.0), float("nan"))
         tl.store(stress + frame * 9 + k, value)
