@@ -147,6 +147,8 @@ def test_the_engine_gives_the_results_of_the_eager_model_while_states_change() -
     potential = nequip(("Cu", "Au")).to(device)
     systems = [molecule("H2"), bulk("Cu", a=3.6)]
     systems[0].symbols = "CuAu"
+    systems[0].center(vacuum=3.0)
+    systems[0].pbc = True
     model = Model(potential, device=device, engine=True, notify=messages.append)
     eager = Model(potential, device=device, engine=False)
     state = ts.io.atoms_to_state(systems, device, torch.float64)
