@@ -61,8 +61,18 @@ def terminating() -> Iterator[None]:
 
 
 @contextmanager
+def interrupts_blocked() -> Iterator[None]:
+    """Processes started inside the block never receive Ctrl-C, not even while they import; this one receives it afterwards."""
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+
+
+@contextmanager
 def hearing_signals(notify: Callable[[int], None]) -> Iterator[None]:
-    """Inside the block a thread calls `tell` with every signal that has a handler, even while the main thread is in compiled
+    """Inside the block a thread calls `notify` with every signal that has a handler, even while the main thread is in compiled
     code and cannot run that handler. Blocks may be nested; the inner one hears. Only in the main thread."""
     if threading.current_thread() is not threading.main_thread():
         yield

@@ -69,7 +69,7 @@ def _check(args: argparse.Namespace, overrides: list[str], is_config: bool) -> i
             raise ForgefieldError(f"{option} needs --overfit.")
     count = FRAMES if args.frames is None else args.frames
     if count < 1:
-        raise ForgefieldError(f"--frames is {count}; it should be 1 or more.")
+        raise ForgefieldError(f"--frames must be 1 or more, not {count}.")
     import numpy as np
     from rich.console import Console
 

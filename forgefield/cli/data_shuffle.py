@@ -46,7 +46,7 @@ def run(args: argparse.Namespace) -> int:
     from forgefield.ldos.data.table import PointTable
 
     if not args.memory > 0:
-        raise ForgefieldError(f"--memory is {args.memory:g}; it should be more than 0")
+        raise ForgefieldError(f"--memory must be more than 0, not {args.memory:g}")
     begin, folder = time.monotonic(), Path(args.out)
     found = find_snapshots(source_of(args.paths), target=args.target, units=args.units, setting="SNAPSHOT")
     table = PointTable(found)

@@ -182,7 +182,7 @@ def _read(source: Source | None) -> tuple[Sources, dict[str, Any], Path]:
         return Sources(), as_dict(source), Path.cwd()
     values = OmegaConf.to_container(source, resolve=False) if isinstance(source, DictConfig) else source
     if not isinstance(values, Mapping):
-        raise ForgefieldError(f"a config is a file, a mapping or a loaded config, not a {type(source).__name__}.")
+        raise ForgefieldError(f"a config must be a file, a mapping or a loaded config, not a {type(source).__name__}.")
     content = {str(key): as_written(value) if key == "task" else value for key, value in values.items()}
     return Sources(), content, Path.cwd()
 

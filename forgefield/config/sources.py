@@ -130,7 +130,7 @@ def naming_the_line(config: object, section: str) -> Iterator[None]:
 def wrong(sources: Sources, key: str, value: object, expected: str) -> ForgefieldError:
     """The error for a value that is not what was expected."""
     shown = "null" if value is None else repr(value)
-    return ForgefieldError(f"{sources.where(key)}: '{key}' is {expected}, not {shown}.")
+    return ForgefieldError(f"{sources.where(key)}: '{key}' must be {expected}, not {shown}.")
 
 
 def check_choice(value: object, choices: Sequence[Any], key: str, sources: Sources) -> None:
@@ -142,7 +142,7 @@ def check_choice(value: object, choices: Sequence[Any], key: str, sources: Sourc
         ]
         valid = names[0] if len(names) == 1 else f"{', '.join(names[:-1])} or {names[-1]}"
         hint = did_you_mean(str(value), names)
-        raise ForgefieldError(f"{sources.where(key)}: '{key}' is {valid}, not {value!r}.{hint}")
+        raise ForgefieldError(f"{sources.where(key)}: '{key}' must be {valid}, not {value!r}.{hint}")
 
 
 def read_text(path: Path) -> str:
@@ -169,7 +169,9 @@ def read_yaml(path: Path) -> dict[str, Any]:
     if root is None:
         raise ForgefieldError(f"{path} is empty; `forgefield init DATA` writes a config to start from.")
     if not isinstance(root, yaml.MappingNode):
-        raise ForgefieldError(f"{path}: a config is a mapping of sections (data: ..., training: ...), not a {root.id}.")
+        raise ForgefieldError(
+            f"{path}: a config must be a mapping of sections (data: ..., training: ...), not a {root.id}."
+        )
     try:
         content = OmegaConf.to_container(OmegaConf.create(text), resolve=False)
     except (OmegaConfBaseException, yaml.YAMLError, ValueError, TypeError) as error:

@@ -97,7 +97,7 @@ def test_run_without_known_data_asks_for_it(capsys):
     [
         (["nowhere"], "no run 'nowhere'"),
         (["nowhere.yaml"], "nowhere.yaml"),
-        (["mine", "--frames", "0"], "--frames is 0"),
+        (["mine", "--frames", "0"], "--frames must be 1 or more, not 0"),
     ],
 )
 def test_wrong_arguments_are_one_clear_error(words, message, capsys):

@@ -131,7 +131,7 @@ def test_refusals_of_convert_write_nothing(source, work, capsys):
         (("cu.extxyz", "no/new.extxyz"), "the folder no does not exist"),
         (("cu.extxyz", "new.extxyz", "--cutoff", "4"), "only a store can"),
         (("cu.extxyz", "new.extxyz", "--workers", "2"), "workers applies to stores"),
-        (("cu.extxyz", "new", "--workers", "0"), "workers is 0"),
+        (("cu.extxyz", "new", "--workers", "0"), "workers must be at least 1, not 0"),
         (("cu.extxyz", "new", "--cutoff", "-1"), "positive length"),
         (("cu.extxyz", "new", "--max-neighbours", "5"), "--max-neighbours needs --cutoff"),
         (("cu.extxyz", "new", "--energy-key", "mine"), "no frame of cu.extxyz has that key"),
@@ -245,7 +245,7 @@ def test_killed_and_run_again_it_is_as_if_nothing_had_happened(large, whole, tmp
 
 @pytest.mark.slow
 @pytest.mark.parametrize("workers", [1, 2])
-def test_ctrl_c_says_that_the_same_command_goes_on(large, whole, tmp_path, workers):
+def test_after_ctrl_c_the_same_command_resumes(large, whole, tmp_path, workers):
     target = tmp_path / "store"
     process = conversion(large, target, workers)
     wait_for_a_part(process, target)
@@ -388,7 +388,7 @@ def test_refusals_of_info_write_nothing(source, work, capsys):
     assert "the name of a figure must end in .png" in refused(capsys, "info", "cu.extxyz", "--figure", "cu.jpeg")
     assert "there.png exists already" in refused(capsys, "info", "cu.extxyz", "--figure", "there.png")
     assert "folder no does not exist" in refused(capsys, "info", "cu.extxyz", "--figure", "no/cu.png")
-    assert "cutoff is 0" in refused(capsys, "info", "cu.extxyz", "--cutoff", "0")
+    assert "cutoff must be a positive length in A, not 0" in refused(capsys, "info", "cu.extxyz", "--cutoff", "0")
     assert sorted(path.name for path in work.iterdir()) == ["cu.extxyz", "there.png"]
     assert (work / "there.png").read_bytes() == b"mine"
 

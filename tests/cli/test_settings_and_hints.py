@@ -30,7 +30,7 @@ def frames(tmp_path):
 
 
 def test_test_takes_batches_and_test_sets(run, frames, capsys, monkeypatch):
-    monkeypatch.setattr(api, "write_report", lambda path: None)
+    monkeypatch.setattr("forgefield.api.predictions.write_report", lambda path: None)
     monkeypatch.setattr(evaluation, "write_parity_png", lambda path, name: None)
     assert main(["test", str(run.path), "data.batch.frames=1", f"data.test={{hot: {frames}}}"]) == 0
     assert "test hot" in capsys.readouterr().out

@@ -148,7 +148,7 @@ def test_given_energies_are_taken_as_they_are_and_must_be_complete(molecules):
         compute_statistics(graphs(molecules), DataOptions(reference_energies={"H": -13.0}))
     with pytest.raises(ForgefieldError, match="has N, which the model does not have"):
         compute_statistics(graphs(molecules), DataOptions(reference_energies={**given_energies, "N": 1.0}))
-    with pytest.raises(ForgefieldError, match="should be auto, isolated, fit, mean, none"):
+    with pytest.raises(ForgefieldError, match="must be auto, isolated, fit, mean, none"):
         compute_statistics(graphs(molecules), DataOptions(reference_energies="fitted"))
 
 

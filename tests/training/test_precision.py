@@ -64,23 +64,26 @@ def config_of(folder, precision, *, model: str | None = None, **more) -> dict:
 @pytest.mark.parametrize(
     ("precision", "sentence"),
     [
-        ("bf16", r"'training.precision' is float64, float32, tf32, bf16-mixed, fp16-mixed or a schedule, not 'bf16'"),
+        (
+            "bf16",
+            r"'training.precision' must be float64, float32, tf32, bf16-mixed, fp16-mixed or a schedule, not 'bf16'",
+        ),
         ("flaot32", r"Did you mean 'float32'\?"),
         (32, r"not 32"),
         ({"start": "tf32", "finish": "float32"}, r"needs one of finish_epochs and finish_steps"),
         ({"start": "tf32", "finish_epochs": 1, "finish_steps": 1}, r"needs one of finish_epochs and finish_steps"),
         ({"start": "tf32", "finish_epoch": 3}, r"no key 'finish_epoch'.*Did you mean 'finish_epochs'\?"),
-        ({"finish": "float32", "finish_epochs": 3}, r"'training.precision.start' is float32, tf32.*not None"),
+        ({"finish": "float32", "finish_epochs": 3}, r"'training.precision.start' must be float32, tf32.*not None"),
         ({"start": "tf23", "finish_epochs": 3}, r"'training.precision.start'.*Did you mean 'tf32'\?"),
         ({"start": "float32", "finish": "float64", "finish_epochs": 3}, r"'training.precision.finish'.*not 'float64'"),
-        ({"start": "float32", "finish_epochs": 3}, r"'training.precision.finish' is another precision than start"),
+        ({"start": "float32", "finish_epochs": 3}, r"'training.precision.finish' must be different from start"),
         (
             {"start": "tf32", "finish_epochs": 0},
-            r"'training.precision.finish_epochs' is a positive whole number, not 0",
+            r"'training.precision.finish_epochs' must be a positive whole number, not 0",
         ),
         (
             {"start": "tf32", "finish_steps": 1.5},
-            r"'training.precision.finish_steps' is a positive whole number, not 1.5",
+            r"'training.precision.finish_steps' must be a positive whole number, not 1.5",
         ),
     ],
 )

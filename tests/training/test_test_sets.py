@@ -37,7 +37,7 @@ def folder(tmp_path_factory):
 @pytest.fixture
 def no_figures(monkeypatch):
     """Reports take most of the time of a test; here only the files with numbers matter."""
-    monkeypatch.setattr(api, "write_report", lambda path: None)
+    monkeypatch.setattr("forgefield.api.predictions.write_report", lambda path: None)
     monkeypatch.setattr(evaluation, "write_parity_png", lambda path, name: None)
 
 

@@ -54,7 +54,7 @@ def _last_rate(section: Section, start: float, kind: str) -> dict[str, Any]:
     if stop is not None and ratio is not None:
         raise section.refused("stop_lr_ratio", "and 'learning_rate.stop_lr' say the same thing; keep one")
     if kind == "wsd" and 0.0 in (stop, ratio):
-        raise section.wrong("stop_lr" if stop == 0 else "stop_lr_ratio", 0, "a number above 0 for wsd")
+        raise section.wrong("stop_lr" if stop == 0 else "stop_lr_ratio", 0, "above 0 for wsd")
     if ratio is not None:
         return {"stop_lr_ratio": ratio}
     return {"stop_lr": min(LAST_RATE, start) if stop is None else stop}

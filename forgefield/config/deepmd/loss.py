@@ -46,7 +46,7 @@ def translate_loss(
         raise section.wrong("type", kind, f"one of {', '.join(dict.fromkeys(LOSS_OF_FITTING.values()))}")
     if kind != LOSS_OF_FITTING[fitting["type"]]:
         raise section.wrong(
-            "type", kind, f"{LOSS_OF_FITTING[fitting['type']]} where 'model.fitting_net.type' is {fitting['type']}"
+            "type", kind, f"{LOSS_OF_FITTING[fitting['type']]}, because 'model.fitting_net.type' is {fitting['type']}"
         )
     if kind == "tensor":
         return tensor_task(section, fitting, species, excluded)

@@ -183,7 +183,9 @@ def _check_auto_sel(section: Section, value: str) -> None:
     except ValueError:
         good = False
     if not good:
-        raise section.wrong("sel", value, "numbers of neighbours, auto, or auto:FACTOR with a factor from 1")
+        raise section.wrong(
+            "sel", value, "a list of numbers of neighbours, auto, or auto:FACTOR with a factor of at least 1"
+        )
 
 
 def _fitting(section: Section) -> dict[str, Any]:
@@ -218,7 +220,7 @@ def _kind(
         raise section.refused("type", f"is '{kind}', a {word} that is not known here; there are {', '.join(supported)}")
     hint = did_you_mean(str(kind), [*supported, *aliases])
     raise ForgefieldError(
-        f"{section.file}: '{section.path('type')}' is one of {', '.join(supported)}, not {kind!r}.{hint}"
+        f"{section.file}: '{section.path('type')}' must be one of {', '.join(supported)}, not {kind!r}.{hint}"
     )
 
 

@@ -219,7 +219,7 @@ def _cell(info: dict[str, Any], where: str) -> tuple[np.ndarray, np.ndarray]:
         cell = np.asarray(lattice)
         if cell.dtype != np.float64 or cell.size != 9:
             raise ForgefieldError(
-                f"{where}: Lattice={lattice!r:.60} should be nine numbers, the lattice vectors by rows"
+                f"{where}: Lattice must be nine numbers, the lattice vectors by rows, not {lattice!r:.60}"
             )
         cell = cell.reshape(3, 3)
     pbc = info.pop("pbc", None)
@@ -232,7 +232,7 @@ def _cell(info: dict[str, Any], where: str) -> tuple[np.ndarray, np.ndarray]:
     if periodic.size == 1:
         periodic = np.repeat(periodic, 3)
     if periodic.size != 3:
-        raise ForgefieldError(f'{where}: pbc={pbc!r} should be three of T and F, as in pbc="T T F"')
+        raise ForgefieldError(f'{where}: pbc must be three of T and F, as in pbc="T T F", not {pbc!r}')
     return cell, periodic
 
 

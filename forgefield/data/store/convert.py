@@ -12,7 +12,6 @@ import json
 import multiprocessing
 import os
 import shutil
-import signal
 import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor, as_completed
@@ -36,6 +35,7 @@ from forgefield.data.store.table import FrameTable
 from forgefield.data.store.writer import ABOUT, PartStatistics, PartWriter
 from forgefield.errors import ForgefieldError, SourceUnreadable
 from forgefield.files import write_atomically
+from forgefield.processes import interrupts_blocked
 
 PLAN, LOCK = "plan.json", ".lock"
 CHUNK = 1000
@@ -157,7 +157,7 @@ def refuse_settings_for_stores(files: Sequence[SourceFile], labels: LabelOptions
     defaults = asdict(FieldOptions())
     for name, options in field_options(labels.fields).items():
         for setting, value in asdict(options).items():
-            if setting in ("key", "factor", "species", "cumulative") and value != defaults[setting]:
+            if setting in ("key", "factor", "species", "cumulative", "values") and value != defaults[setting]:
                 raise ForgefieldError(
                     f"data.labels.fields.{name}.{setting}={value} does not apply to a store, whose fields were selected when "
                     "it was written; leave it out"
@@ -293,7 +293,8 @@ def _write_parts(
     context = multiprocessing.get_context("spawn")
     others = multiprocessing.active_children()
     with ProcessPoolExecutor(min(workers, len(missing)), mp_context=context, initializer=_end_with_parent) as pool:
-        jobs = {pool.submit(_write_whole_part, partial / _name(i), parts[i], settings): i for i in missing}
+        with interrupts_blocked():  # the processes are started here
+            jobs = {pool.submit(_write_whole_part, partial / _name(i), parts[i], settings): i for i in missing}
         try:
             for job in as_completed(jobs):
                 report(job.result())
@@ -306,8 +307,7 @@ def _write_parts(
 
 
 def _end_with_parent() -> None:
-    """Have this process end when the one that started it does, however that happens; and leave Ctrl-C to that one."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    """Have this process end when the one that started it does, however that happens."""
     parent = multiprocessing.parent_process()
     assert parent is not None
 

@@ -266,7 +266,7 @@ def _values(path: Path, first: GridFile, first_path: Path) -> np.ndarray:
     if values.shape != first.values.shape:
         raise ForgefieldError(
             f"{path} has a grid of {' x '.join(map(str, values.shape))} points, {first_path} of "
-            f"{' x '.join(map(str, first.values.shape))}; all levels should be of one calculation"
+            f"{' x '.join(map(str, first.values.shape))}; all levels must be from one calculation"
         )
     bad = int((~np.isfinite(values)).sum())
     if bad:

@@ -41,7 +41,7 @@ def check_branches(section: Mapping[str, Any]) -> None:
         if not NAME.fullmatch(str(name)):
             raise ForgefieldError(f"{where}: the name of a branch should consist of letters, digits, - and _.")
         if not isinstance(branch, Mapping):
-            raise ForgefieldError(f"{where} is {branch!r}; it should be a section with the keys {', '.join(KEYS)}.")
+            raise ForgefieldError(f"{where} must be a section with the keys {', '.join(KEYS)}, not {branch!r}.")
         for key in branch:
             if key not in KEYS:
                 raise ForgefieldError(f"{where}.{key} is not an option of a branch.{did_you_mean(str(key), KEYS)}")

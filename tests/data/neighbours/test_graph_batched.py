@@ -116,7 +116,7 @@ def test_bad_input_is_refused():
     positions, *rest = as_tensors([good])
     with pytest.raises(ForgefieldError, match="float64"):
         batched_neighbours(positions.float(), *rest, 2.0)
-    with pytest.raises(ForgefieldError, match="cutoff is -1"):
+    with pytest.raises(ForgefieldError, match="cutoff must be a positive length in A, not -1"):
         batched_neighbours(positions, *rest, -1.0)
 
 

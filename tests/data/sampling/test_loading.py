@@ -217,5 +217,5 @@ def test_threads_by_setting_by_variable_and_by_device(monkeypatch):
     assert batch_threads(options(), on_gpu=False) == 5
     assert batch_threads(options(workers=1), on_gpu=True) == 1
     monkeypatch.setenv("NUM_WORKERS", "many")
-    with pytest.raises(ForgefieldError, match="NUM_WORKERS='many'"):
+    with pytest.raises(ForgefieldError, match="NUM_WORKERS must be a number of threads, not 'many'"):
         batch_threads(options(), on_gpu=True)

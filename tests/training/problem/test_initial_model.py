@@ -216,8 +216,8 @@ REFUSED = {
     "a preset": ({"preset": "S", "l_max": 1}, r"! model.num_features +\[4, 4\] -> \[128, 64\]"),
     "another model": ({"name": "allegro"}, r"model.name is allegro, but run nequip has a model of the type nequip"),
     "a misspelt option": ({"num_layer": 2}, r"model.num_layer is not an option.*num_layers"),
-    "a misspelt choice": ({"shifts": "fitted"}, r"'model.shifts' is keep or fit, not 'fitted'"),
-    "other weights": ({"which": "first"}, r"'model.which' is best or last"),
+    "a misspelt choice": ({"shifts": "fitted"}, r"'model.shifts' must be keep or fit, not 'fitted'"),
+    "other weights": ({"which": "first"}, r"'model.which' must be best or last"),
 }
 
 
@@ -279,7 +279,7 @@ def test_a_run_cannot_start_from_itself_or_from_nothing(place, tmp_path):
 
 
 def test_a_config_without_a_run_needs_its_cutoff_and_check_takes_the_model_of_the_run(place, tmp_path, capsys):
-    with pytest.raises(ForgefieldError, match="'data.cutoff' is a number, not null"):
+    with pytest.raises(ForgefieldError, match="'data.cutoff' must be a number, not null"):
         load_config(tiny_config(place, data={"cutoff": None}))
     config = write_config(tmp_path / "further.yaml", extra_outputs(place, tmp_path, "nequip"))
     assert main(["check", str(config)]) == 0

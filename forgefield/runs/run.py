@@ -8,39 +8,33 @@ from __future__ import annotations
 
 import json
 import os
-import platform
 from collections.abc import Callable, Mapping
-from functools import cached_property
-from html import escape
-from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar, cast
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 from torch import nn
 
-from forgefield._version import __version__
 from forgefield.config.checking import stored_config
 from forgefield.config.nearest import did_you_mean
 from forgefield.config.sources import Sources, read_yaml
-from forgefield.config.template import plain_yaml
 from forgefield.config.trust import Trust, refuse_interpolations
 from forgefield.data.neighbours.graph import GraphOptions
 from forgefield.data.options import DataOptions
 from forgefield.errors import ForgefieldError
 from forgefield.files import write_atomically
-from forgefield.formats import VERSION, Format
-from forgefield.kinds import PLOT_RUN, POINTS, RUN_HTML, SampleKind, kind_of_model
-from forgefield.models.importing import ImportedModel, ImportRequest
+from forgefield.formats import VERSION
+from forgefield.kinds import ENSEMBLE, PLOT_RUN, POINTS, RUN_HTML, SampleKind, kind_of_model
 from forgefield.models.potential import Potential
 from forgefield.models.predictor import FORCES, NOISE
-from forgefield.models.registry import importer
 from forgefield.models.resolving import HEADS, PREDICTS, branch_names, single_branch
 from forgefield.results import Metrics, Predictions
+from forgefield.runs.members import member_state
+from forgefield.runs.record import MEMBERS, RUN_JSON, SCALES, RunInfo
 from forgefield.settings import Config
 from forgefield.untrusted.archives import npz_arrays
 from forgefield.untrusted.documents import load_json
-from forgefield.weights import Weights, digest, read_weights, write_weights
+from forgefield.weights import Weights, read_weights
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -49,48 +43,6 @@ WEIGHTS = ("best", "last")
 UNCERTAINTY = "uncertainty.safetensors"
 """Name of the file of a run's uncertainties, in its folder."""
 PACKAGE_SUFFIX = ".ff"
-
-
-def _explicit_defaults(info: dict[str, Any]) -> dict[str, Any]:
-    """Version 1 of `run.json` to version 2: the first runs, whose random splits could leave a species out of training, did not
-    record `keep_species`."""
-    return {"keep_species": False, **info}
-
-
-RUN_JSON = Format("the record of a run", (_explicit_defaults,))
-"""The format of `run.json`."""
-
-
-class RunInfo(dict[str, Any]):
-    """Content of a `run.json`. The types of its entries are checked; access to a missing one raises an error."""
-
-    TYPES: ClassVar[dict[str, tuple[type | tuple[type, ...], str]]] = {
-        "model": (dict, "a mapping of options"),
-        "species": (list, "a list of elements"),
-        "cutoff": ((int, float), "a number"),
-        "precision": (str, "text"),
-        "status": (str, "text"),
-    }
-
-    def __init__(self, path: Path, content: object) -> None:
-        self._path = path
-        if not isinstance(content, dict):
-            raise ForgefieldError(f"{path} is not the record of a run: it should contain a mapping.")
-        for name, (kind, expected) in self.TYPES.items():
-            value = content.get(name)
-            if value is not None and (not isinstance(value, kind) or isinstance(value, bool)):
-                raise ForgefieldError(f"{path} is damaged: '{name}' should be {expected}, not {value!r:.60}.")
-        predicts = (content.get("model") or {}).get(PREDICTS, {})
-        heads = predicts.get(HEADS, {}) if isinstance(predicts, dict) else None
-        if not isinstance(heads, dict) or not all(isinstance(head, dict) for head in heads.values()):
-            raise ForgefieldError(f"{path} is damaged: 'model.{PREDICTS}' should describe heads by name.")
-        super().__init__({key: value for key, value in content.items() if value is not None or key not in self.TYPES})
-
-    def __missing__(self, key: str) -> Any:
-        raise ForgefieldError(
-            f"{self._path} has no '{key}': the training was stopped before it was written, or the file was changed. Resume the "
-            "training, or restore the run from a backup."
-        )
 
 
 class Run:
@@ -129,6 +81,8 @@ class Run:
             return type(run)(run.path, trust_code=True) if trust_code else run
         name_or_path = run
         if Path(name_or_path).suffix == PACKAGE_SUFFIX and Path(name_or_path).is_file():
+            from forgefield.runs.package import PackagedRun
+
             return PackagedRun(Path(name_or_path), trust_code=trust_code)
         for path in (Path(name_or_path), Path(out) / name_or_path):
             if (path / "run.json").is_file():
@@ -252,6 +206,29 @@ class Run:
         return [name for name, head in self.heads.items() if head.get("per_atom_errors")]
 
     @property
+    def members(self) -> dict[str, dict[str, Any]]:
+        """Options of the models of an ensemble by the name of their run; empty for a single model."""
+        members: dict[str, dict[str, Any]] = self.info.get(MEMBERS, {})
+        return members
+
+    @property
+    def _scales(self) -> tuple[float, float]:
+        """Factors of the uncertainties of energies and forces of an ensemble; 1 if they were not calibrated."""
+        stored = self.info.get(SCALES) or {}
+        return float(stored.get("energy", 1.0)), float(stored.get("forces", 1.0))
+
+    def require_single_model(self, purpose: str) -> None:
+        """Raise an error for an ensemble. purpose: what needs a single model, `exported to deepmd`."""
+        if names := list(self.members):
+            member = self.member_path(names[0])
+            advice = f"; name one of its members, {member}" if member.is_dir() else ""
+            raise ForgefieldError(f"Run {self.name} is an ensemble, which cannot be {purpose}{advice}.")
+
+    def member_path(self, name: str) -> Path:
+        """The run folder of a member of an ensemble."""
+        return self.path / MEMBERS / name
+
+    @property
     def checkpoints(self) -> Path:
         return self.path / "checkpoints"
 
@@ -296,13 +273,19 @@ class Run:
             single_branch(self.info["model"], None, head)
 
     def load_potential(
-        self, which: str = "best", device: str | torch.device = "cpu", *, head: str | None = None
+        self,
+        which: str = "best",
+        device: str | torch.device = "cpu",
+        *,
+        head: str | None = None,
+        precision: str | None = None,
     ) -> Potential:
-        """The trained model of frames in evaluation mode.
+        """The trained model of frames in evaluation mode; for an ensemble, `inference.ensemble.Ensemble`.
 
         which: `best` (by validation) or `last`. head: a branch of a model with several, which is returned as a separate model.
+        precision: of the weights and the arithmetic, `float32` or `float64`; default: as trained.
         """
-        model = self.load_model(which, device, head=head)
+        model = self.load_model(which, device, head=head, precision=precision)
         if not isinstance(model, Potential):
             raise ForgefieldError(
                 f"Run {self.name} was trained on {self.kind.name}: it does not predict energies and forces."
@@ -310,7 +293,12 @@ class Run:
         return model
 
     def load_model(
-        self, which: str = "best", device: str | torch.device = "cpu", *, head: str | None = None
+        self,
+        which: str = "best",
+        device: str | torch.device = "cpu",
+        *,
+        head: str | None = None,
+        precision: str | None = None,
     ) -> nn.Module:
         """The trained model in evaluation mode, for any kind of samples. Parameters: as in `load_potential`."""
         if which not in WEIGHTS:
@@ -320,20 +308,31 @@ class Run:
         except RuntimeError as error:
             raise ForgefieldError(f"'{device}' is not a device of torch; use cpu, cuda or cuda:0.") from error
         path, state = self.weights_path(which), self.read_weights(which).state
-        info = self.info
-        resolved = info["model"]
+        info, members = self.info, self.members
+        precision = precision or info["precision"]
         try:
-            if head is not None:
-                resolved, state = single_branch(resolved, state, head)
-            _refuse_impossible_sizes(resolved, state, self.path / "run.json")
-            potential = build_from_options(resolved, info["precision"], self.trust)
-            potential.load_state_dict(state)
+            if not members:
+                return self._build(info["model"], state, precision, head).to(device).eval()
+            models = [
+                self._build(resolved, member_state(state, number), precision, head).to(device).eval()
+                for number, resolved in enumerate(members.values())
+            ]
+            return cast("nn.Module", ENSEMBLE.load()(models, device=device, scales=self._scales))
         except ForgefieldError:
             raise
         except Exception as error:
             reason = str(error).splitlines()[0]
             raise ForgefieldError(f"{path} is damaged or belongs to another model: {reason}") from error
-        return potential.to(device).eval()
+
+    def _build(
+        self, resolved: dict[str, Any], state: Mapping[str, torch.Tensor], precision: str, head: str | None
+    ) -> nn.Module:
+        if head is not None:
+            resolved, state = single_branch(resolved, state, head)
+        _refuse_impossible_sizes(resolved, state, self.path / "run.json")
+        model = build_from_options(resolved, precision, self.trust)
+        model.load_state_dict(state)
+        return model
 
     def weights_path(self, which: str) -> Path:
         return self.checkpoints / f"{which}.safetensors"
@@ -355,124 +354,6 @@ class Run:
         """The content of the file of uncertainties, verified against its checksum; None if there is none."""
         path = self.path / UNCERTAINTY
         return read_weights(path) if path.is_file() else None
-
-
-PACKAGE = Format("a packaged model")
-"""The format of the note in a package: `info`, `settings`, `weights`, `licence`, `created`, `errors` by test set, and
-`uncertainty`, the description of the uncertainties if the package has any."""
-UNCERTAINTY_TENSORS = "uncertainty:"
-"""Beginning of the names of tensors in a package that belong to the uncertainties, not to the model."""
-PACKAGE_KEY = "package"
-
-
-class PackagedRun(Run):
-    """A trained model in one file, which can be used wherever a run can: to predict, to test, in ASE, or to train further.
-
-    The file is a safetensors file; everything else a run needs is in its header. Nothing in it is executable.
-    """
-
-    @cached_property
-    def _weights(self) -> Weights:
-        weights = read_weights(self.path)
-        if not isinstance(weights.about.get(PACKAGE_KEY), dict):
-            raise ForgefieldError(
-                f"{self.path} is not a packaged model: it has weights but no description of the model. "
-                f"`forgefield export RUN -o model{PACKAGE_SUFFIX}` writes a package."
-            )
-        return weights
-
-    @cached_property
-    def _model_weights(self) -> Weights:
-        """The weights without the tensors of the uncertainties; their digest is that of the run that was exported."""
-        weights = self._weights
-        state = {name: tensor for name, tensor in weights.state.items() if not name.startswith(UNCERTAINTY_TENSORS)}
-        if len(state) == len(weights.state):
-            return weights
-        return Weights(state, weights.about, digest(state))
-
-    @cached_property
-    def note(self) -> dict[str, Any]:
-        """What the package says about the model: `info`, `settings`, `weights`, `licence`, `created`, `errors`."""
-        note = PACKAGE.upgrade(self._weights.about[PACKAGE_KEY], self.path)
-        for key in ("info", "settings"):
-            if not isinstance(note.get(key), dict):
-                raise ForgefieldError(f"{self.path} is damaged: '{key}' should be a mapping.")
-        return note
-
-    @property
-    def exists(self) -> bool:
-        return self.path.is_file()
-
-    @property
-    def name(self) -> str:
-        return self.path.stem
-
-    @property
-    def settings(self) -> dict[str, Any]:
-        settings = self.note["settings"]
-        refuse_interpolations(settings, self.path)
-        return dict(settings)
-
-    @property
-    def config(self) -> Config:
-        return stored_config(self.settings, Sources(main=self.path))
-
-    @property
-    def trust(self) -> Trust:
-        return Trust(f"package {self.path}", self.trust_code, never_from=self.path.parent)
-
-    @property
-    def info(self) -> dict[str, Any]:
-        return RunInfo(self.path, RUN_JSON.upgrade(dict(self.note["info"]), self.path))
-
-    def metrics(self) -> Metrics:
-        return Metrics()
-
-    def plot(self) -> Figure:
-        raise ForgefieldError(f"{self.path} is a packaged model, which has no learning curves; the run has them.")
-
-    def _repr_html_(self) -> str:
-        return f"<code>{escape(repr(self))}</code>"
-
-    def write_info(self, **changes: object) -> None:
-        raise ForgefieldError(f"{self.path} is a packaged model, which is not changed; unpack it to train it further.")
-
-    def weights_path(self, which: str) -> Path:
-        return self.path
-
-    def read_weights(self, which: str) -> Weights:
-        """The weights of the package. It has one set, which `best` always means; `last` only if it was packaged as such."""
-        if which == "last" != self.note["weights"]:
-            raise ForgefieldError(f"{self.path} contains the best weights of its run, not the last ones; omit --which.")
-        return self._model_weights
-
-    def read_uncertainty(self) -> Weights | None:
-        note = self.note.get("uncertainty")
-        if not isinstance(note, dict):
-            return None
-        found = {
-            name.removeprefix(UNCERTAINTY_TENSORS): tensor
-            for name, tensor in self._weights.state.items()
-            if name.startswith(UNCERTAINTY_TENSORS)
-        }
-        return Weights(found, {"uncertainty": note}, digest(found))
-
-    def writable(self, out: str | os.PathLike[str] = "runs") -> Run:
-        """A run folder with the content of the package, in the folder `out`; an earlier one with equal weights is reused."""
-        run, sha256 = Run(Path(out) / self.name, trust_code=self.trust_code), self._model_weights.sha256
-        if not run.path.exists():
-            run.checkpoints.mkdir(parents=True)
-            for which in WEIGHTS:
-                write_weights(run.weights_path(which), self._model_weights.state, {"origin": str(self.path)})
-            if (uncertainty := self.read_uncertainty()) is not None:
-                write_weights(run.path / UNCERTAINTY, uncertainty.state, uncertainty.about)
-            (run.path / "config.yaml").write_text(f"# unpacked from {self.path}\n" + plain_yaml(self.settings))
-            run.write_info(**{**self.info, "name": self.name, "status": "imported"})
-        elif not run.exists or run.read_weights("best").sha256 != sha256:
-            raise ForgefieldError(
-                f"{run.path} exists and is not the model in {self.path}, so the results cannot be stored there; rename one."
-            )
-        return run
 
 
 def _refuse_impossible_sizes(
@@ -504,89 +385,3 @@ def build_from_options(resolved: dict[str, Any], precision: str, trust: Trust) -
 def run_exists(name: str | os.PathLike[str], *, out: str | os.PathLike[str] = "runs") -> bool:
     """Whether there is a run of that name (or path) to load or resume."""
     return any((path / "run.json").is_file() for path in (Path(name), Path(out) / name))
-
-
-def create_run_from_model(
-    *,
-    name: str,
-    out: str | os.PathLike[str],
-    resolved: dict[str, Any],
-    potential: nn.Module,
-    origin: str,
-    precision: str,
-    settings: dict[str, Any] | None = None,
-    facts: dict[str, Any] | None = None,
-) -> Run:
-    """Create a run folder for a model that was trained elsewhere, to test, use or train it further.
-
-    Parameters
-    ----------
-    name, out
-        The folder is `out/name`; it must not exist.
-    resolved
-        All options of the model.
-    potential
-        The model.
-    origin
-        Where it comes from, for `run.json` and `config.yaml`.
-    precision
-        Precision of the weights.
-    settings
-        Additional sections of the config.
-    facts
-        Additional values of `run.json`; for a model of grid points including species and cutoff.
-    """
-    path = Path(out) / name
-    if path.exists():
-        raise ForgefieldError(f"{path} exists already; choose another name.")
-    run = Run(path)
-    run.checkpoints.mkdir(parents=True)
-    state = {key: tensor.detach().cpu().contiguous() for key, tensor in potential.state_dict().items()}
-    for which in WEIGHTS:
-        write_weights(run.weights_path(which), state, {"origin": origin})
-    config = {"name": name, "model": resolved, "training": {"precision": precision}, **(settings or {})}
-    (path / "config.yaml").write_text(f"# {origin}\n" + plain_yaml(config))
-    run.write_info(
-        name=name,
-        status="imported",
-        origin=origin,
-        model=resolved,
-        precision=precision,
-        versions=versions(),
-        **{key: resolved[key] for key in ("species", "cutoff") if key in resolved},
-        **(facts or {}),
-    )
-    return run
-
-
-def create_run_from_import(
-    program: str, request: ImportRequest, *, name: str | None, out: str | os.PathLike[str]
-) -> tuple[Run, ImportedModel]:
-    """A run with a model of another program, and a description of that model. Parameters: as in `api.import_model`."""
-    reader = importer(program)
-    reader.check(request, program)
-    imported = reader.read(request)
-    model = build_from_options(imported.resolved, imported.precision, reader.trust)
-    model.load_state_dict(imported.state)
-    run = create_run_from_model(
-        name=name or reader.run_name(request),
-        out=out,
-        resolved=imported.resolved,
-        potential=model,
-        origin=imported.origin,
-        precision=imported.precision,
-        settings=imported.settings,
-        facts=imported.facts,
-    )
-    return run, imported
-
-
-def versions() -> dict[str, str]:
-    """Versions of Forgefield, Python and the packages that determine the results of a run."""
-    numbers = {"forgefield": __version__, "python": platform.python_version()}
-    for package in ("torch", "lightning", "e3nn", "ase", "numpy"):
-        try:
-            numbers[package] = version(package)
-        except PackageNotFoundError:
-            numbers[package] = "unknown"
-    return numbers
