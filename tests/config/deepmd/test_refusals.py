@@ -162,7 +162,7 @@ def test_refusals_name_file_key_and_reason(changes: dict[str, Any], key: str, sa
         ("[]", "is not an input of DeePMD-kit"),
     ],
 )
-def test_files_that_are_no_inputs(text: str, said: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_files_that_are_not_inputs(text: str, said: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     Path("input.json").write_text(text)
     with pytest.raises(ForgefieldError) as error:

@@ -132,7 +132,7 @@ def test_outputs_are_the_plain_formulas(name):
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_outputs_turn_as_what_they_are(name):
+def test_outputs_are_equivariant(name):
     fitting, frame = make_fitting(name), make_frame(6, seed=4)
     turn = np.linalg.qr(np.random.default_rng(0).normal(size=(3, 3)))[0]
     turned = dataclasses.replace(frame, positions=frame.positions @ turn.T, cell=frame.cell @ turn.T)
