@@ -209,7 +209,7 @@ def test_aliases_of_branches_are_noted_with_the_name_that_selects_the_branch(tra
         ("model.shared_dict.more", {}, "'model.shared_dict.more' is used by no branch"),
         ("training.data_dict.damp", {}, "'training.data_dict.damp' is for a branch that 'model.model_dict' does not have"),
         ("training.model_prob", {"wet": 1.0}, "'training.model_prob.dry' is missing"),
-        ("training.num_epoch_dict", {"wet": 1}, "'training.num_epoch_dict' is not known here"),
+        ("training.num_epoch_dict", {"wet": 1}, "'training.num_epoch_dict' is not supported"),
         ("loss", {}, "losses are given in 'loss_dict'"),
     ],
 )  # fmt: skip
