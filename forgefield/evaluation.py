@@ -271,8 +271,10 @@ def _with_stored_uncertainty(
 ) -> Potential:
     """The potential with the uncertainties of its run; as it is if none are requested and the run has none."""
     stored: LastLayerUncertainty | None = None
+    require_level(level)
+    if potential.uncertainty_outputs:  # an ensemble
+        return potential
     if ranks.is_rank_zero and (level is not None or (which == "best" and head is None and has_uncertainty(run))):
-        require_level(level)
         stored = load_uncertainty(run, which)
     stored = ranks.broadcast(stored)
     if stored is None:
@@ -343,8 +345,8 @@ def _auroc(arrays: dict[str, np.ndarray], classes: dict[str, list[float]]) -> di
 
 
 def load_shared(run: Run, which: str, device: str, ranks: Ranks, head: str | None = None) -> nn.Module:
-    """The trained model, or one branch of it, on every rank; only rank 0 reads it from disk."""
-    if ranks.world_size == 1:
+    """The trained model, or one branch of it, on every rank; only rank 0 reads it from disk, unless it is an ensemble."""
+    if ranks.world_size == 1 or run.members:
         return run.load_model(which, device, head=head)
     potential = run.load_model(which, "cpu", head=head) if ranks.is_rank_zero else None
     resolved = run.info["model"] if head is None else single_branch(run.info["model"], None, head)[0]

@@ -15,17 +15,17 @@ from forgefield.config.loading import load_config, override_keys, preset_path, r
 from forgefield.config.sources import read_yaml
 from forgefield.config.template import commented_yaml
 from forgefield.errors import ForgefieldError
-from forgefield.evaluation import evaluate_training, is_unmeasured
 from forgefield.inference.structures import as_files, has_structures
 from forgefield.parallel.session import abort_all_on_error, current_ranks
 from forgefield.parallel.spawn import run_ranks
 from forgefield.runs import Run
 from forgefield.settings import Config
-from forgefield.training.fit import TrainingResult, fit
+from forgefield.training.fit import TrainingResult
 from forgefield.training.problem.preflight import check_model_section
 from forgefield.training.run.folder import config_of_run
 from forgefield.training.run.journal import Journal
 from forgefield.training.trainer import requested_processes
+from forgefield.trust.ensembles import train_run
 from forgefield.trust.uncertainty import fit_after_training
 
 
@@ -129,14 +129,14 @@ def train_with_outcome(
     n = requested_processes(config) if ranks.launch.launcher == "none" else 1
     if n > 1:
         return _train_in_processes(config, n, fresh=fresh, log=log, log_mode=log_mode, trust_code=trust_code)
-    journal = Journal(ranks=ranks, file=log, mode=log_mode)
-    try:
-        fitted = fit(config, fresh=fresh, journal=journal, ranks=ranks, trust_code=trust_code)
-        if ranks.broadcast(fitted.outcome == "finished" or is_unmeasured(fitted)):
-            return evaluate_training(fitted, config, journal, ranks, prepare=fit_after_training)
-        return fitted
-    finally:
-        journal.close()
+    return train_run(
+        config,
+        fresh=fresh,
+        new_journal=lambda: Journal(ranks=ranks, file=log, mode=log_mode),
+        ranks=ranks,
+        trust_code=trust_code,
+        prepare=fit_after_training,
+    )
 
 
 def _train_in_processes(

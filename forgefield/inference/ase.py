@@ -36,9 +36,7 @@ from forgefield.inference.ensemble import Ensemble
 from forgefield.inference.evaluate import evaluate_batch, per_atom_outputs
 from forgefield.inference.uncertainty import with_uncertainty
 from forgefield.kinds import FRAMES
-from forgefield.models.building import build_model
 from forgefield.models.potential import Potential
-from forgefield.models.resolving import single_branch
 from forgefield.runs import Run
 
 
@@ -310,12 +308,7 @@ def load_for_evaluation(
         potential = copy.deepcopy(run)
     else:
         run.require_head(head)
-        potential = run.load_potential(which, device, head=head)
-        if dtype is not None:
-            weights = potential.state_dict()
-            resolved = run.info["model"] if head is None else single_branch(run.info["model"], None, head)[0]
-            precision = str(dtype).removeprefix("torch.")
-            potential = build_model(resolved, precision=precision, seed=0, trust=run.trust)
-            potential.load_state_dict(weights)
+        precision = None if dtype is None else str(dtype).removeprefix("torch.")
+        potential = run.load_potential(which, device, head=head, precision=precision)
         potential = with_uncertainty(potential, run, which, uncertainty)
     return potential.to(device).eval().requires_grad_(False)

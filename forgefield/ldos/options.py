@@ -29,6 +29,7 @@ FRAMES_ONLY = (
     "data.max_neighbours",
     "data.sampling",
     "data.devset",
+    "data.bootstrap",
     "data.species",
     "data.labels",
     "data.units",
@@ -53,6 +54,7 @@ FRAMES_ONLY = (
     "training.freeze",
     "training.lr_groups",
     "training.lora",
+    "training.ensemble",
 )
 """Settings that do not apply to grid points."""
 POINTS_ONLY = ("data.fast", "data.batch.points", "training.block")

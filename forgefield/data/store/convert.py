@@ -157,7 +157,7 @@ def refuse_settings_for_stores(files: Sequence[SourceFile], labels: LabelOptions
     defaults = asdict(FieldOptions())
     for name, options in field_options(labels.fields).items():
         for setting, value in asdict(options).items():
-            if setting in ("key", "factor", "species", "cumulative") and value != defaults[setting]:
+            if setting in ("key", "factor", "species", "cumulative", "values") and value != defaults[setting]:
                 raise ForgefieldError(
                     f"data.labels.fields.{name}.{setting}={value} does not apply to a store, whose fields were selected when "
                     "it was written; leave it out"

@@ -144,6 +144,7 @@ def read_model(description: str, weights: bytes) -> MliapModel:
 
 def write_mliap(run: Run, path: str | os.PathLike[str], *, which: str = "best", head: str | None = None) -> Path:
     """Write the model of a run as a file for `pair_style mliap unified`; returns its path."""
+    run.require_single_model("exported to ML-IAP")
     potential = run.load_potential(which, head=head)
     require_supported(potential)
     if potential.interface.ghost_atoms is None:

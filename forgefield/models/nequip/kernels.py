@@ -19,12 +19,13 @@ from forgefield.kernels.convolution.passes import Motion, Radial, Rows
 from forgefield.kernels.core.runtime import Concurrent, use_kernels, use_tables
 from forgefield.kernels.dense.readout import energies_by_kernel, moved_energies_by_kernel
 from forgefield.kernels.edges.geometry import EdgeGeometry, moved_geometry
+from forgefield.kernels.radial.layer import RadialTable
 from forgefield.kernels.radial.packing import StoredTable
 from forgefield.kernels.radial.table import Intervals, TableGradient
 from forgefield.models.edges import Batch, EdgeContext
 from forgefield.models.interface import Tangents
 from forgefield.models.nequip.passes import Network
-from forgefield.models.nequip.tables import RadialTable, radial_tables
+from forgefield.models.nequip.tables import radial_tables
 from forgefield.models.terms import PairLengths
 from forgefield.ops.autograd import AutogradContext, Gradients, TypedFunction, carried, side_by_side, tangent_of
 from forgefield.ops.execution import current

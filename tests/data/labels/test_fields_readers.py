@@ -342,3 +342,36 @@ def test_names_that_are_fields_are_no_longer_other_values(tmp_path):
     list(frames_of(file, reader, UnitOptions()))
     assert reader.other_names() == ["alpha", "dipole", "metal", "q", "site", "w"]
     reader.finish("a.xyz")
+
+
+def test_texts_become_their_positions_and_space_groups_their_numbers(tmp_path):
+    columns = "Properties=species:S:1:pos:R:3:site:S:1"
+    text = f'1\nphase=bcc group="I m -3 m" {columns}\nFe 0 0 0 bulk\n1\nphase=fcc {columns}\nFe 0 0 0 step\n'
+    (tmp_path / "a.xyz").write_text(text)
+    fields = {
+        "phase": {"values": ["fcc", "bcc", "hcp"]},
+        "group": {"values": "space_groups"},
+        "site": {"per": "atom", "values": ["bulk", "step"]},
+    }
+    first, second = read(tmp_path / "a.xyz", fields)
+    assert (first.fields["phase"], second.fields["phase"], first.fields["group"]) == (1, 0, 229)
+    assert (first.fields["site"].tolist(), second.fields["site"].tolist()) == ([0], [1])
+    assert "group" not in second.fields
+    assert "phase is 'bcc', which is not in data.labels.fields.phase.values" in refused(
+        tmp_path / "a.xyz", {"phase": {"values": ["fcc", "hcp"]}}
+    )
+    assert "which is not the symbol of a space group" in refused(
+        tmp_path / "a.xyz", {"phase": {"values": "space_groups"}}
+    )
+    assert "list the texts in data.labels.fields.phase.values" in refused(tmp_path / "a.xyz", {"phase": {}})
+    for wrong in (["fcc"], ["fcc", "fcc"], [1, 2], "space_group"):
+        with pytest.raises(ForgefieldError, match="phase.values' must be a list of different texts, or space_groups"):
+            read(tmp_path / "a.xyz", {"phase": {"values": wrong}})
+
+
+def test_symbols_of_space_groups_have_the_numbers_of_real_crystals(shared):
+    fields = {"number": {"key": "symmetry.number"}, "symbol": {"key": "symmetry.symbol", "values": "space_groups"}}
+    for name in ("materials_project", "nomad", "carolina_db"):
+        frames = read(shared / "matsciml_lmdb" / name, fields)
+        assert [frame.fields["symbol"] for frame in frames] == [frame.fields["number"] for frame in frames]
+        assert len({float(frame.fields["number"]) for frame in frames}) > 1

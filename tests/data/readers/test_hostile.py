@@ -18,8 +18,7 @@ import numpy as np
 import pytest
 import torch
 
-from forgefield.data.readers import chunks, read_frames, source_files
-from forgefield.data.readers import lmdb as aselmdb
+from forgefield.data.readers import aselmdb, chunks, read_frames, source_files
 from forgefield.errors import ForgefieldError
 from forgefield.untrusted.safe_pickle import RefusedPickle, safe_loads
 
