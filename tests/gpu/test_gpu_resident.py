@@ -6,11 +6,11 @@ import pytest
 import torch
 
 from forgefield.api import train
+from forgefield.data.padding import Size, SizePlan
 from forgefield.data.sampling.loader import FrameLoader
 from forgefield.data.sampling.resident import ResidentFrames
 from forgefield.training.engines.engine import Engine
 from forgefield.training.engines.graphs import GraphsEngine
-from forgefield.training.engines.padding import Size, SizePlan
 from forgefield.training.run.writer import Snapshot
 from tests.support.engine_cases import labelled, potential_of, step_function
 from tests.support.gpu_batches import SIZES, on_gpu

@@ -16,12 +16,12 @@ from typing import Any
 import torch
 
 from forgefield.data.batch import Batch, is_memory_error
+from forgefield.data.padding import SizePlan
 from forgefield.errors import ForgefieldError
 from forgefield.kernels.core.runtime import has_triton, interpreted
 from forgefield.parallel.ranks import Ranks
 from forgefield.training.engines.engine import Engine, FixedSizeError
 from forgefield.training.engines.graphs import GraphsEngine
-from forgefield.training.engines.padding import SizePlan
 from forgefield.training.engines.step import StepFunction
 from forgefield.training.engines.verify import (
     reference_name,

@@ -17,12 +17,12 @@ import torch
 from torch import Tensor
 
 from forgefield.data.batch import Batch
+from forgefield.data.padding import Size, SizePlan, blank_frames, sizes
 from forgefield.errors import ForgefieldError
+from forgefield.inference.capture import capture
 from forgefield.kernels.core.runtime import can_launch, joined
 from forgefield.kernels.step.copies import Copies
-from forgefield.training.engines.capture import capture
 from forgefield.training.engines.engine import Denominators, Engine, Step
-from forgefield.training.engines.padding import Size, SizePlan, blank_frames, sizes
 from forgefield.training.engines.step import Differentiated, Measured
 
 _IN_ROWS = "edge_index"

@@ -13,6 +13,7 @@ import torch
 from forgefield.config.trust import CONFIG
 from forgefield.data.batch import batch_shapes
 from forgefield.data.module import DataModule, FrameData, read_data
+from forgefield.data.padding import plan_sizes
 from forgefield.data.sampling.batching import training_budget
 from forgefield.data.sampling.loader import FrameLoader
 from forgefield.models.building import build_model
@@ -26,7 +27,6 @@ from forgefield.tasks.metrics import UNITS
 from forgefield.tasks.options import TaskOptions, quantity
 from forgefield.tasks.task import Task
 from forgefield.training.engines.choose import EngineStarter, refuse_engine
-from forgefield.training.engines.padding import plan_sizes
 from forgefield.training.frames_executor import FramesExecutor
 from forgefield.training.module import TrainingModule
 from forgefield.training.optim.trainable import choose_trained
