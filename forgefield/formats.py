@@ -42,7 +42,7 @@ class Format:
         """`content` of a file in the current version, with that version stated. file: named in messages."""
         version = content.get(self.key, 1)
         if not isinstance(version, int) or isinstance(version, bool) or version < 1:
-            raise ForgefieldError(f"{file} is damaged: '{self.key}' should be a positive integer, not {version!r:.60}.")
+            raise ForgefieldError(f"{file} is damaged: '{self.key}' must be a positive integer, not {version!r:.60}.")
         if version > self.version:
             raise NewerFormat(
                 f"{file} is {self.name} of format version {version}; Forgefield {__version__} reads versions up to "

@@ -103,7 +103,9 @@ def as_dict(config: Config) -> dict[str, Any]:
 def _check_name(config: Config, sources: Sources) -> None:
     name = config.name
     if name is not None and (name.strip() in ("", ".", "..") or re.search(r"[/\\\0]", name)):
-        raise wrong(sources, "name", name, "the name of a folder, without slashes (the place is 'out')")
+        raise wrong(
+            sources, "name", name, "the name of a folder, without slashes ('out' is the folder that contains it)"
+        )
     if not config.out.strip():
         raise wrong(sources, "out", config.out, "a folder")
 
@@ -112,7 +114,7 @@ def _check_components(config: Config, sources: Sources) -> None:
     model = config.model
     if isinstance(model, str):
         raise ForgefieldError(
-            f"{sources.where('model')}: 'model' is a section, not '{model}'. Did you mean 'model.name={model}'?"
+            f"{sources.where('model')}: 'model' must be a section, not '{model}'. Did you mean 'model.name={model}'?"
         )
     if isinstance(model, Mapping) and "from" in model:
         _check_initial_model(model, sources)
@@ -126,7 +128,7 @@ def _check_components(config: Config, sources: Sources) -> None:
         if not (_is_component(spec) or (optional and spec is None)):
             raise wrong(sources, key, spec, "a name, or a mapping such as {name: adamw, weight_decay: 1e-3}")
     if not isinstance(config.trainer, Mapping):
-        raise wrong(sources, "trainer", config.trainer, "a section with what lightning.Trainer takes")
+        raise wrong(sources, "trainer", config.trainer, "a section with arguments of lightning.Trainer")
     callbacks = config.callbacks
     if isinstance(callbacks, (str, Mapping)) or not isinstance(callbacks, Sequence):
         raise wrong(sources, "callbacks", callbacks, "a list")

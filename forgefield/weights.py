@@ -45,6 +45,11 @@ def digest(state: Mapping[str, Tensor]) -> str:
     return total.hexdigest()
 
 
+def contiguous(state: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """The tensors as files of weights store them."""
+    return {name: tensor.contiguous() for name, tensor in state.items()}
+
+
 def write_weights(path: Path, state: Mapping[str, Tensor], about: Mapping[str, Any]) -> None:
     """Write tensors and metadata atomically."""
     # One metadata entry: with several, safetensors writes them in random order, and equal runs would differ in bytes.

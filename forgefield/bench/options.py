@@ -65,7 +65,7 @@ class BenchOptions:
         for declared in fields(self):
             limits, value, flag = limits_of(declared), vars(self)[declared.name], f"--{declared.name.replace('_', '-')}"
             if limits.has_bounds and not limits.allows(value):
-                raise ForgefieldError(f"{flag} is {value}; it should be {limits.describe()}.")
+                raise ForgefieldError(f"{flag} must be {limits.describe()}, not {value}.")
             for name in (value or ()) if limits.choices else ():
                 if name not in limits.choices:
                     raise ForgefieldError(

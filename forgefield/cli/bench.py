@@ -89,5 +89,5 @@ def _numbers(text: str) -> list[int]:
     """`1,2,4` as numbers."""
     words = [word.strip() for word in text.split(",")]
     if not all(re.fullmatch(r"[0-9]+", word) and int(word) > 0 for word in words):
-        raise ForgefieldError(f"--ranks is '{text}'; it should be positive whole numbers with commas, as in 1,2,4.")
+        raise ForgefieldError(f"--ranks must be positive whole numbers separated by commas, as in 1,2,4, not '{text}'.")
     return [int(word) for word in words]

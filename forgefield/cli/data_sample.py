@@ -30,7 +30,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def _number(word: str) -> int:
     if not word.isdecimal() or int(word) < 1:
-        raise argparse.ArgumentTypeError(f"the last word is the number of frames, 1 or more, not '{word}'")
+        raise argparse.ArgumentTypeError(f"the last argument must be the number of frames, 1 or more, not '{word}'")
     return int(word)
 
 

@@ -59,14 +59,14 @@ class Limits:
         )
 
     def describe(self) -> str:
-        """The bounds in words: `a positive number`, `from 256 to 32767`, `above 0, at most 1`; empty where there are none."""
+        """The bounds: `a positive number`, `between 256 and 32767`, `above 0 and at most 1`; empty if there are none."""
         lower, upper = (self.at_least, self.above), (self.at_most, None if self.below == math.inf else self.below)
         if lower == (None, 0) and upper == (None, None):
             return "a positive number"
         if self.at_least is not None and self.at_most is not None:
-            return f"from {self.at_least:.10g} to {self.at_most:.10g}"
+            return f"between {self.at_least:.10g} and {self.at_most:.10g}"
         words = zip(("at least", "above", "at most", "below"), (*lower, *upper))
-        return ", ".join(f"{word} {bound:.10g}" for word, bound in words if bound is not None)
+        return " and ".join(f"{word} {bound:.10g}" for word, bound in words if bound is not None)
 
 
 def option(

@@ -105,7 +105,7 @@ def convert_data(
     """
     target, labels, units = Path(target), labels or LabelOptions(), units or UnitOptions()
     if workers is not None and workers < 1:
-        raise ForgefieldError(f"workers is {workers}; it should be at least 1")
+        raise ForgefieldError(f"workers must be at least 1, not {workers}")
     if becomes_store(target, graph):
         workers = workers or min(usable_cores(), MOST_WORKERS)
         manifest = convert(source, target, labels=labels, units=units, graph=graph, workers=workers, progress=progress)

@@ -15,6 +15,7 @@ from typing import Any
 
 from forgefield.config.nearest import did_you_mean
 from forgefield.config.option import option
+from forgefield.data.labels.texts import SPACE_GROUPS
 from forgefield.errors import ForgefieldError
 
 FIELDS = "data.labels.fields"
@@ -48,6 +49,9 @@ class FieldOptions:
     """Factor by which values are multiplied."""
     unit: str = ""
     """Unit of the values after multiplication, for display."""
+    values: str | list[str] | None = None
+    """For text: the texts, which become their positions in this list (0, 1, ...), or space_groups for symbols such as `Fm-3m`,
+    which become their numbers (1 to 230)."""
     cumulative: bool = False
     """Replace values by their cumulative sums along the last axis, for example a density of states by the number of states."""
 
@@ -102,6 +106,8 @@ def _field(key: str, written: object, where: Callable[[str], str]) -> FieldOptio
             hint = did_you_mean(str(value), PER) if name == "per" else ""
             raise _wrong(where, key if isinstance(written, str) else f"{key}.{name}", value, expected, hint)
     options.shape, options.factor = list(options.shape), float(options.factor)
+    if options.values is not None and not isinstance(options.values, str):
+        options.values = list(options.values)
     if options.cumulative and not options.shape:
         raise ForgefieldError(
             f"{where(f'{key}.cumulative')}'{key}.cumulative' is for values with several components; this one is a number."
@@ -121,7 +127,13 @@ def _is_list(value: object) -> bool:
     return isinstance(value, Sequence) and not isinstance(value, str)
 
 
-def _is_whole(value: object) -> bool:
+def _is_texts(value: object) -> bool:
+    if isinstance(value, str) or value is None:
+        return value in (None, SPACE_GROUPS)
+    return _is_list(value) and all(map(_is_name, value)) and 1 < len(value) == len(set(value))  # type: ignore[arg-type,call-overload]
+
+
+def _is_positive_integer(value: object) -> bool:
     return isinstance(value, int) and not isinstance(value, bool) and value > 0
 
 
@@ -132,12 +144,16 @@ def _is_factor(value: object) -> bool:
 _RULES: dict[str, tuple[Callable[[Any], bool], str]] = {
     "key": (lambda value: value is None or _is_name(value), "the name of the value in the source"),
     "per": (lambda value: value in PER, "frame or atom"),
-    "shape": (lambda value: _is_list(value) and all(map(_is_whole, value)), "a list of sizes, such as [] or [3]"),
+    "shape": (
+        lambda value: _is_list(value) and all(map(_is_positive_integer, value)),
+        "a list of sizes, such as [] or [3]",
+    ),
     "species": (
         lambda value: value is None or (_is_list(value) and len(value) > 0 and all(map(_is_name, value))),
         "a list of chemical symbols",
     ),
     "factor": (_is_factor, "a number other than zero"),
+    "values": (_is_texts, f"a list of different texts, or {SPACE_GROUPS}"),
     "cumulative": (lambda value: isinstance(value, bool), "true or false"),
     "unit": (lambda value: isinstance(value, str), "text"),
 }
@@ -145,4 +161,4 @@ _RULES: dict[str, tuple[Callable[[Any], bool], str]] = {
 
 def _wrong(where: Callable[[str], str], key: str, value: object, expected: str, hint: str = "") -> ForgefieldError:
     shown = "null" if value is None else repr(value)
-    return ForgefieldError(f"{where(key)}'{key}' is {expected}, not {shown}.{hint}")
+    return ForgefieldError(f"{where(key)}'{key}' must be {expected}, not {shown}.{hint}")

@@ -115,7 +115,7 @@ def check_frame(frame: Frame) -> Frame:
 def _check_array(frame: Frame, name: str, value: np.ndarray, shape: tuple[int, ...]) -> None:
     if value.shape != shape:
         raise ForgefieldError(
-            f"{frame.where}: {name} has shape {value.shape}; with {len(frame)} atoms it should be {shape}"
+            f"{frame.where}: {name} has shape {value.shape}; with {len(frame)} atoms it must be {shape}"
         )
     finite = np.isfinite(value)
     if not finite.all():
@@ -130,7 +130,8 @@ def _check_field(frame: Frame, name: str, value: np.ndarray) -> None:
     if name in frame.per_atom:
         if value.shape[:1] != (len(frame),):
             raise ForgefieldError(
-                f"{frame.where}: the field {name} has shape {value.shape}; its first axis should be the {len(frame)} atoms"
+                f"{frame.where}: the field {name} has shape {value.shape}; its first axis "
+                f"must have the length {len(frame)}, the number of atoms"
             )
         missing = np.isnan(value).reshape(len(frame), -1).all(axis=1)
         value = value[~missing]
@@ -169,7 +170,7 @@ def real_numbers(values: object, where: str, name: str) -> np.ndarray:
     """
     array = _array(values, where, name)
     if array.dtype.kind not in REAL_KINDS and array.size:
-        raise ForgefieldError(f"{where}: {name} should be real numbers, not values of type {_kind(array)}")
+        raise ForgefieldError(f"{where}: {name} must be real numbers, not values of type {_kind(array)}")
     return array.astype(np.float64)
 
 
@@ -177,9 +178,9 @@ def atomic_numbers_of(values: object, where: str) -> np.ndarray:
     """(n_atoms,) int64; ForgefieldError unless all `values` are integers."""
     array = _array(values, where, "atomic numbers")
     if array.ndim != 1:
-        raise ForgefieldError(f"{where}: atomic numbers have shape {array.shape}; it should be (n_atoms,)")
+        raise ForgefieldError(f"{where}: atomic numbers must have shape (n_atoms,), not {array.shape}")
     if array.dtype.kind not in REAL_KINDS and array.size:
-        raise ForgefieldError(f"{where}: atomic numbers should be integers, not values of type {_kind(array)}")
+        raise ForgefieldError(f"{where}: atomic numbers must be integers, not values of type {_kind(array)}")
     wrong = np.zeros(array.shape, dtype=bool)
     if array.dtype.kind == "f":
         wrong = ~(np.abs(array) < 2**31) | (array != np.round(array))  # NaN compares as false
@@ -195,9 +196,9 @@ def periodicity(values: object, where: str) -> np.ndarray:
     """(3,) bool from three booleans, or numbers 0 and 1."""
     array = _array(values, where, "pbc")
     if array.shape != (3,):
-        raise ForgefieldError(f"{where}: pbc has shape {array.shape}; it should be (3,)")
+        raise ForgefieldError(f"{where}: pbc must have shape (3,), not {array.shape}")
     if not is_logical(array):
-        raise ForgefieldError(f"{where}: pbc is {array.tolist()!r:.60}; it should be three booleans (or 0 and 1)")
+        raise ForgefieldError(f"{where}: pbc must be three booleans (or 0 and 1), not {array.tolist()!r:.60}")
     return array.astype(bool)
 
 

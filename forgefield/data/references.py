@@ -129,7 +129,7 @@ def resolve_references(
         return References(dict.fromkeys(species.symbols, 0.0), "none")
     if setting not in ("auto", "isolated", "fit", "mean"):
         raise ForgefieldError(
-            f"data.reference_energies={setting!r} should be auto, isolated, fit, mean, none, or {{symbol: energy}}"
+            f"data.reference_energies must be auto, isolated, fit, mean, none or {{symbol: energy}}, not {setting!r}"
         )
     labelled = table.carries("energy")
     isolated = isolated_energies(table, is_bound) if setting in ("auto", "isolated") else {}
@@ -165,7 +165,7 @@ def _from_setting(setting: Mapping[str, object], species: SpeciesTable) -> Refer
     energies = {}
     for symbol, value in setting.items():
         if isinstance(value, bool) or not isinstance(value, (int, float)) or not np.isfinite(value):
-            raise ForgefieldError(f"data.reference_energies.{symbol}={value!r} should be a number in eV")
+            raise ForgefieldError(f"data.reference_energies.{symbol} must be a number in eV, not {value!r}")
         energies[symbol] = float(value)
     return References({symbol: energies[symbol] for symbol in species.symbols}, "given")
 

@@ -33,6 +33,10 @@ ON_DEVICE = "device"
 """As `data.neighbours`: neighbour lists are made where the model runs."""
 
 
+_BOOTSTRAP = 17
+"""Distinguishes the random numbers of a bootstrap from others with the same seed."""
+
+
 @dataclass(frozen=True)
 class Splits:
     train: FrameTable
@@ -82,7 +86,9 @@ def parse_indices(spec: object, n: int, setting: str) -> np.ndarray:
     elif isinstance(spec, Sequence) and all(isinstance(i, int) and not isinstance(i, bool) for i in spec):
         rows = np.array(spec, dtype=np.int64)
     else:
-        raise ForgefieldError(f"{setting}={spec!r:.80} should be a list of integers, a file of them, or 'start:stop'")
+        raise ForgefieldError(
+            f"{setting} must be a list of integers, a file of them, or 'start:stop', not {spec!r:.80}"
+        )
     rows = rows.astype(np.int64)
     if rows.size == 0:
         raise ForgefieldError(f"{setting}={spec!r:.80} selects none of the {n} frames")
@@ -136,6 +142,9 @@ def resolve_splits(
     train, of = frames.select(pool), ""
     if options.devset is not None:
         train, of = train.select(representative_rows(train, options.devset)), f" of {len(train)} (data.devset)"
+    if options.bootstrap:
+        rows = bootstrap_rows(train, seed)
+        train, of = train.select(rows), f"{of} ({len(np.unique(rows))} different, data.bootstrap)"
     description = ", ".join(
         [f"{len(train)}{of} to train", *(f"{len(parts[name])} to {title(name)} ({kinds[name]})" for name in parts)]
     )
@@ -146,6 +155,26 @@ def resolve_splits(
     val = parts.pop("val", FrameTable([]))
     tests = {name: part for name, part in parts.items() if len(part)}
     return Splits(train, val, tests, description, reader.hints())
+
+
+def bootstrap_rows(table: FrameTable, seed: int) -> np.ndarray:
+    """(n,) rows of a table of n frames, ascending, drawn with replacement.
+
+    Frames with one atom, which are reference points, are there once. A species that no drawn frame has is added with one frame
+    that has it, in place of one that was drawn twice.
+    """
+    random = np.random.default_rng([seed, _BOOTSTRAP])
+    alone = table.n_atoms == 1
+    structures = np.flatnonzero(~alone)
+    rows = np.sort(random.choice(structures, len(structures))) if len(structures) else structures
+    components = table.components
+    for species in np.unique(components.number):
+        holders = np.unique(components.frame[components.number == species])
+        if alone[holders].any() or np.isin(holders, rows).any():
+            continue
+        repeated = np.flatnonzero(np.diff(rows, prepend=-1) == 0)
+        rows = np.sort(np.append(np.delete(rows, random.choice(repeated)), random.choice(holders)))
+    return np.sort(np.concatenate([rows, np.flatnonzero(alone)]))
 
 
 def graph_options(options: DataOptions) -> GraphOptions:
@@ -162,7 +191,7 @@ def is_lazy(options: DataOptions) -> bool | None:
         return bool(options.lazy)
     if options.lazy in ("auto", None):
         return None
-    raise ForgefieldError(f"data.lazy={options.lazy!r} should be auto, true or false")
+    raise ForgefieldError(f"data.lazy must be auto, true or false, not {options.lazy!r}")
 
 
 def _read(
@@ -232,8 +261,8 @@ def _kind(value: object, name: str) -> str:
     if isinstance(value, (str, list, Path)) or (isinstance(value, Mapping) and "path" in value):
         return "files"
     raise ForgefieldError(
-        f"{_setting(name)}={value!r:.80} should be a share below 1, a number of frames, a file (folder, glob, list) "
-        "or {indices: ...}"
+        f"{_setting(name)} must be a share below 1, a number of frames, a file (folder, glob, list) or {{indices: ...}}, not "
+        f"{value!r:.80}"
     )
 
 
@@ -297,7 +326,7 @@ def representative_rows(table: FrameTable, n: int) -> np.ndarray:
     forces if there are no energies.
     """
     if n < 1:
-        raise ForgefieldError(f"{n} frames were requested; it should be at least 1")
+        raise ForgefieldError(f"at least 1 frame must be requested, not {n}")
     if n >= len(table):
         return np.arange(len(table))
     composition, species = _compositions(table)

@@ -72,8 +72,7 @@ class DescriptorOptions:
         for name in settings:
             if kind in _ONLY_FOR.values() and _ONLY_FOR.get(name, kind) != kind:
                 raise ForgefieldError(
-                    f"{where}.{name} is a setting of type={_ONLY_FOR[name]}; with type={kind} it is not "
-                    "used and should be left out"
+                    f"{where}.{name} is a setting of type={_ONLY_FOR[name]}; with type={kind} it has no effect: remove it"
                 )
         try:
             return cls(**settings)
@@ -91,7 +90,7 @@ class DescriptorOptions:
                     value == entry.default, entry.name, value, f"left out, since it is not used with type={self.type}"
                 )
             elif limits.has_bounds and value is not None:
-                expected = f"a whole number, {limits.describe()}" if entry.type == "int" else limits.describe()
+                expected = f"a whole number {limits.describe()}" if entry.type == "int" else limits.describe()
                 is_valid = (
                     _is_number(value) and limits.allows(value) and (entry.type != "int" or isinstance(value, int))
                 )
@@ -105,7 +104,7 @@ class DescriptorOptions:
         if self.species is None:
             return
         listed = isinstance(self.species, Sequence) and not isinstance(self.species, str)
-        expected = "elements in the order of the columns, each once, such as [Al, O]"
+        expected = "a list of different elements in the order of the columns, such as [Al, O]"
         _require(listed and len(self.species) > 0, "species", self.species, expected)
         valid = all(isinstance(symbol, str) and symbol in atomic_numbers and symbol != "X" for symbol in self.species)
         _require(valid and len(set(self.species)) == len(self.species), "species", list(self.species), expected)
@@ -118,7 +117,9 @@ class DescriptorOptions:
         _require(isinstance(self.element_weights, Mapping), "element_weights", self.element_weights,
                  "weights by element, such as {Al: 1.0, O: 0.5}")  # fmt: skip
         for symbol, weight in self.element_weights.items():
-            _require(symbol in atomic_numbers, "element_weights", symbol, "a chemical symbol, such as Al")
+            _require(
+                symbol in atomic_numbers, "element_weights", symbol, "weights by chemical symbol, such as {Al: 1.0}"
+            )
             _require(_is_number(weight), f"element_weights.{symbol}", weight, "a number")
 
 
@@ -128,4 +129,4 @@ def _is_number(value: object) -> bool:
 
 def _require(met: bool, key: str, value: object, expected: str) -> None:
     if not met:
-        raise ForgefieldError(f"{key}={value!r} is not valid: it should be {expected}")
+        raise ForgefieldError(f"{key} must be {expected}, not {value!r}")

@@ -29,6 +29,7 @@ FRAMES_ONLY = (
     "data.max_neighbours",
     "data.sampling",
     "data.devset",
+    "data.bootstrap",
     "data.species",
     "data.labels",
     "data.units",
@@ -53,6 +54,7 @@ FRAMES_ONLY = (
     "training.freeze",
     "training.lr_groups",
     "training.lora",
+    "training.ensemble",
 )
 """Settings that do not apply to grid points."""
 POINTS_ONLY = ("data.fast", "data.batch.points", "training.block")
@@ -60,6 +62,7 @@ POINTS_ONLY = ("data.fast", "data.batch.points", "training.block")
 _INSTEAD = {
     "data.cutoff": "the radius of descriptors is data.points.descriptors.cutoff",
     "data.lazy": "data.points.keep=disk leaves the data on disk",
+    "data.keep": "data.points.keep sets where the points are kept",
     "data.units": "the unit of targets is data.points.units",
     "data.batch.frames": "a batch is counted in points: data.batch.points",
     "data.batch.atoms": "a batch is counted in points: data.batch.points",
@@ -130,7 +133,7 @@ class PointsOptions:
 class PointTargetOptions:
     """A target at each grid point. Errors are those of the scaled target."""
 
-    weight: float = option(1.0, at_least=0, expected="zero or positive")
+    weight: float = option(1.0, at_least=0, expected="at least 0")
     """Weight of this target in the loss."""
     loss: str = option("mse", choices=("mse", "mae", "huber"))
     """Loss function."""
@@ -145,7 +148,7 @@ class SnapshotTermOptions:
     """A loss term for a quantity of a complete snapshot, with its exact gradient. It is added every N steps, for one training
     snapshot after another."""
 
-    weight: float = option(0.001, at_least=0, expected="zero or positive")
+    weight: float = option(0.001, at_least=0, expected="at least 0")
     """Weight of this term in the loss. It should be small, because the errors of an untrained network are large."""
     every: int = option(10, above=0, expected="a positive whole number")
     """Number of optimiser steps between two steps with this term."""
@@ -266,8 +269,8 @@ def _check_energies(energies: object, key: str, sources: Sources) -> None:
         for name, value in window.items():
             has_type = isinstance(value, int) if name == "levels" else isinstance(value, (int, float))
             if isinstance(value, bool) or not has_type or (name != "first" and not value > 0):
-                expected = "a positive whole number" if name == "levels" else "a positive number of eV"
-                raise wrong(sources, f"{key}.{name}", value, "a number of eV" if name == "first" else expected)
+                expected = "a positive whole number" if name == "levels" else "a positive energy in eV"
+                raise wrong(sources, f"{key}.{name}", value, "an energy in eV" if name == "first" else expected)
 
 
 def _check_task(task: PointTaskOptions, points: PointsOptions, sources: Sources) -> None:
@@ -299,7 +302,10 @@ def _check_target(options: PointTargetOptions, key: str, sources: Sources) -> No
     weights = options.level_weights
     if weights is not None and (not weights or min(weights) < 0 or max(weights) == 0):
         raise wrong(
-            sources, f"{key}.level_weights", list(weights), "a number for each level, none negative, not all zero"
+            sources,
+            f"{key}.level_weights",
+            list(weights),
+            "a list with one number per level, none negative and not all zero",
         )
 
 
@@ -311,7 +317,9 @@ def _check_observables(options: ObservablesOptions, points: PointsOptions, sourc
                 f"{sources.where(f'{key}.metrics')}: {name} follows from an LDOS, not from a density."
             )
     if not options.metrics or len(set(options.metrics)) != len(options.metrics):
-        raise wrong(sources, f"{key}.metrics", list(options.metrics), f"different ones of {', '.join(OBSERVABLES)}")
+        raise wrong(
+            sources, f"{key}.metrics", list(options.metrics), f"a list of different ones of {', '.join(OBSERVABLES)}"
+        )
 
 
 def _is_default(config: Config, key: str) -> bool:

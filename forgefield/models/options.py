@@ -33,7 +33,7 @@ def check_values(options: DataclassInstance, where: str = "model") -> None:
             allowed = ", ".join("null" if choice is None else str(choice) for choice in limits.choices)
             raise ForgefieldError(f"{where}.{entry.name} is '{value}'; choose one of {allowed}.")
         if limits.has_bounds and isinstance(value, (int, float)) and not limits.allows(value):
-            raise ForgefieldError(f"{where}.{entry.name} is {value}; it must be {limits.describe()}.")
+            raise ForgefieldError(f"{where}.{entry.name} must be {limits.describe()}, not {value}.")
 
 
 def check_keys(

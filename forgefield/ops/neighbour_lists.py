@@ -35,7 +35,7 @@ def batched_neighbours(
     the edge that leads back. Sorted by destination, source, shift. candidates: bound on the memory used.
     """
     if not cutoff > 0:
-        raise ForgefieldError(f"the cutoff is {cutoff}; it should be a positive length in A")
+        raise ForgefieldError(f"the cutoff must be a positive length in A, not {cutoff}")
     if positions.dtype != torch.float64 or cell.dtype != torch.float64:
         raise ForgefieldError(f"neighbours are found in float64; positions are {positions.dtype}, cells {cell.dtype}")
     device = positions.device

@@ -63,7 +63,7 @@ class SimpleDDPStrategy(DDPStrategy):
             timeout=timeout,
         )
         if not bucket_mb > 0:
-            raise ForgefieldError(f"SimpleDDPStrategy: bucket_mb should be positive, not {bucket_mb}.")
+            raise ForgefieldError(f"SimpleDDPStrategy: bucket_mb must be positive, not {bucket_mb}.")
         self.bucket_bytes = int(bucket_mb * 2**20)
         self.buckets: GradientBuckets | None = None
         self.mark: Callable[[str], None] = lambda event: None

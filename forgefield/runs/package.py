@@ -62,7 +62,7 @@ class PackagedRun(Run):
         note = PACKAGE.upgrade(self._weights.about[PACKAGE_KEY], self.path)
         for key in ("info", "settings"):
             if not isinstance(note.get(key), dict):
-                raise ForgefieldError(f"{self.path} is damaged: '{key}' should be a mapping.")
+                raise ForgefieldError(f"{self.path} is damaged: '{key}' must be a mapping.")
         return note
 
     @property
@@ -116,12 +116,12 @@ class PackagedRun(Run):
         note = self.note.get("uncertainty")
         if not isinstance(note, dict):
             return None
-        found = {
+        state = {
             name.removeprefix(UNCERTAINTY_TENSORS): tensor
             for name, tensor in self._weights.state.items()
             if name.startswith(UNCERTAINTY_TENSORS)
         }
-        return Weights(found, {"uncertainty": note}, digest(found))
+        return Weights(state, {"uncertainty": note}, digest(state))
 
     def writable(self, out: str | os.PathLike[str] = "runs") -> Run:
         """A run folder with the content of the package, in the folder `out`; an earlier one with equal weights is reused."""

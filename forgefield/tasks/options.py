@@ -29,7 +29,7 @@ class ScheduleOptions:
     """Final weight; for kind step a list with one weight for each position."""
     unit: str | None = option(None, choices=("step", "epoch"))
     """Unit of `begin`, `end` and `at`: optimiser steps (step, the default) or epochs."""
-    begin: int | None = option(None, at_least=0, expected="an integer of at least 0")
+    begin: int | None = option(None, at_least=0, expected="a whole number of at least 0")
     """Start of the change. Default: 0."""
     end: int | None = None
     """End of the change. Default: the end of the training."""
@@ -45,7 +45,7 @@ class ScheduleOptions:
 class TargetOptions:
     """A target of a potential: energy, forces, stress or virial."""
 
-    weight: float = option(1.0, at_least=0, below=math.inf, expected="zero or positive, and finite")
+    weight: float = option(1.0, at_least=0, below=math.inf, expected="a finite number, zero or larger")
     """Weight of this target in the loss."""
     loss: str = option("mse", choices=tuple(LOSSES), open_choices=IMPORT_PATH)
     """Loss function; rmse is the root of the mean square over the components of a value. An import path names a function
@@ -69,7 +69,7 @@ class TargetOptions:
 class FieldTargetOptions:
     """A target that is a field of the data (`data.labels.fields`), such as a band gap."""
 
-    weight: float = option(1.0, at_least=0, below=math.inf, expected="zero or positive, and finite")
+    weight: float = option(1.0, at_least=0, below=math.inf, expected="a finite number, zero or larger")
     """Weight of this target in the loss."""
     loss: str | None = option(None, choices=tuple(LOSSES), open_choices=IMPORT_PATH)
     """Loss function of errors in units of the scale of `normalise`. Default: mse. Classes always use the cross-entropy."""
@@ -107,7 +107,7 @@ class DenoiseOptions:
     """Fraction of the frames of an epoch whose atoms are displaced. Default: 1, or 0.5 if there are other targets."""
     keep_labels: bool = False
     """Whether displaced frames keep their other labels, which belong to the original structure."""
-    weight: float = option(1.0, at_least=0, below=math.inf, expected="zero or positive, and finite")
+    weight: float = option(1.0, at_least=0, below=math.inf, expected="a finite number, zero or larger")
     """Weight of this target in the loss."""
     loss: str | None = option(None, choices=tuple(LOSSES), open_choices=IMPORT_PATH)
     """Loss function of errors in units of sigma. Default: mse."""
@@ -282,7 +282,9 @@ def _check_field_target(options: FieldTargetOptions, key: str, sources: Sources)
         raise wrong(sources, f"{key}.normalise", normalise, "auto, none or {mean: ..., scale: ...}")
     scale = normalise["scale"]
     if isinstance(scale, bool) or not isinstance(scale, (int, float)) or not 0 < scale < float("inf"):
-        raise wrong(sources, f"{key}.normalise.scale", scale, "a positive number: network outputs are multiplied by it")
+        raise wrong(
+            sources, f"{key}.normalise.scale", scale, "a positive number, by which network outputs are multiplied"
+        )
     mean = normalise["mean"] if isinstance(normalise["mean"], (list, dict)) else [normalise["mean"]]
     for value in mean.values() if isinstance(mean, dict) else _leaves(mean):
         if isinstance(value, bool) or not isinstance(value, (int, float)):
@@ -363,11 +365,11 @@ def _check_schedule(schedule: ScheduleOptions, key: str, sources: Sources) -> No
             )
     values = schedule.to if isinstance(schedule.to, Sequence) and not isinstance(schedule.to, str) else [schedule.to]
     if not all(isinstance(v, (int, float)) and not isinstance(v, bool) and 0 <= v < math.inf for v in values):
-        raise wrong(sources, f"{key}.to", schedule.to, "the last value, zero or positive, and finite")
+        raise wrong(sources, f"{key}.to", schedule.to, "a finite number, zero or larger")
     if schedule.kind == "step":
         _check_positions(schedule, list(values), key, sources)
     elif len(values) != 1 or values[0] is not schedule.to:
-        raise wrong(sources, f"{key}.to", list(values), "one number; lists are for kind step")
+        raise wrong(sources, f"{key}.to", list(values), "one number (lists are for kind step)")
     begin = schedule.begin or 0
     if schedule.end is not None and schedule.end <= begin:
         raise wrong(sources, f"{key}.end", schedule.end, f"larger than {key}.begin, which is {begin}")

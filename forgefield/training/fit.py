@@ -44,6 +44,7 @@ from forgefield.training.run.journal import Journal
 from forgefield.training.run.signals import StopControl, StopNow, StopRequested, ask_slurm_to_requeue, exit_code
 from forgefield.training.run.start_summary import summarise
 from forgefield.training.run.summary import hardware, now
+from forgefield.training.run.writer import BackgroundWriter
 from forgefield.training.trainer import (
     Loader,
     build_callbacks,
@@ -146,11 +147,7 @@ def fit(
     requeue_exit = config.training.checkpoint.requeue_exit
     stop = StopControl(pop_max_seconds(options), requeue_exit=requeue_exit)
     session = TrainingSession(ranks, journal, stop, lr_factor, trust_code)
-    if fresh and max(ranks.all_gather(ranks.launch.restarts)):  # not every agent of torchrun counts every restart
-        journal.notify(
-            "The launcher has restarted the job: the run resumes, because --fresh applies to the first start only."
-        )
-        fresh = False
+    fresh = fresh and is_first_start(journal, ranks)
     quick = bool(options.get("fast_dev_run"))
     with session.stop, run_folder(config, fresh=fresh, quick=quick, journal=journal, ranks=ranks) as run:
         journal.keep_in(run.path)
@@ -158,6 +155,16 @@ def fit(
             return _fit_in(run, config, options, callbacks, session)
         except StopNow as stopped:
             return _stopped_at_once(run, stopped.request, requeue_exit, session)
+
+
+def is_first_start(journal: Journal, ranks: Ranks) -> bool:
+    """Whether the launcher has not restarted the job; a restart is reported, because --fresh does not apply to it."""
+    if not max(ranks.all_gather(ranks.launch.restarts)):  # not every agent of torchrun counts every restart
+        return True
+    journal.notify(
+        "The launcher has restarted the job: the run resumes, because --fresh applies to the first start only."
+    )
+    return False
 
 
 def _fit_in(
@@ -185,7 +192,8 @@ def _fit_in(
     if (stopped := _stop_requested(session)) is not None:
         plan.write_record(ranks)
         return _stopped(plan, stopped, "Stopped before the first step", session)
-    return _run_lightning(plan, restart, session, is_done=is_done)
+    with BackgroundWriter() as writer:
+        return _run_lightning(plan, restart, session, writer, is_done=is_done)
 
 
 def _stop_requested(session: TrainingSession) -> StopRequested | None:
@@ -232,25 +240,25 @@ def _limits(config: Config) -> str:
 
 
 def _run_lightning(
-    plan: _Plan, restart: ResumePoint | None, session: TrainingSession, *, is_done: bool
+    plan: _Plan, restart: ResumePoint | None, session: TrainingSession, writer: BackgroundWriter, *, is_done: bool
 ) -> TrainingResult:
     """Train; or, if training had ended (`is_done`) without writing its last files, restore the state and write them."""
     run, config, problem, ranks, journal = plan.run, plan.config, plan.problem, session.ranks, session.journal
     monitor = _monitor(config.training, plan.columns, problem.has_val, journal)
-    exchange = StepExchange(session.stop.flags) if ranks.world_size > 1 else None
-    module = problem.module(monitor, exchange, restart, plan.quick)
     first = RunCheckpoint(
         run.checkpoints,
         config.training.checkpoint,
         session.stop,
+        writer,
         ranks=ranks,
-        exchange=exchange,
         enabled=not plan.quick,
         limits=_limits(config),
         is_done=is_done,
     )
+    first.exchange = exchange = StepExchange(first.flags) if ranks.world_size > 1 else None
+    module = problem.module(monitor, exchange, restart, plan.quick)
     metrics_log = MetricsLog(run.path, plan.columns, module.throughput.columns, note=journal.note, units=problem.units)
-    callbacks = [metrics_log, *_callbacks(plan, monitor, restart.step if restart else 0, session, exchange)]
+    callbacks = [metrics_log, *_callbacks(plan, monitor, restart.step if restart else 0, session, exchange, writer)]
     trainer = build_trainer(plan.options, folder=run.path, first=first, callbacks=callbacks, ranks=ranks)
     if restart is not None and trainer.max_epochs not in (None, -1) and restart.epoch > trainer.max_epochs:
         raise ForgefieldError(
@@ -280,7 +288,9 @@ def _run_lightning(
                 weights_only=True,
             )
     except StopRequested as stopped:
+        writer.wait()
         return _stopped(plan, stopped, f"Stopped after step {trainer.global_step}", session)
+    writer.wait()
     if plan.quick:
         return TrainingResult(run, problem.data, "quick")
     stopped_early = next((callback.reason for callback in callbacks if isinstance(callback, EarlyStop)), None)
@@ -297,7 +307,12 @@ def _run_lightning(
 
 
 def _callbacks(
-    plan: _Plan, monitor: str, step: int, session: TrainingSession, exchange: StepExchange | None
+    plan: _Plan,
+    monitor: str,
+    step: int,
+    session: TrainingSession,
+    exchange: StepExchange | None,
+    writer: BackgroundWriter,
 ) -> list[Callback]:
     """All callbacks but the two that must come first, in the order in which they act. step: at which the run resumes."""
     run, training, ranks = plan.run, plan.config.training, session.ranks
@@ -305,7 +320,7 @@ def _callbacks(
     if not ranks.is_rank_zero:
         plan.options["enable_progress_bar"] = False
     return [
-        *([] if plan.quick else [BestModel(run.checkpoints, monitor)]),
+        *([] if plan.quick else [BestModel(run.checkpoints, monitor, writer)]),
         *([TensorBoardLog(run.path / "tensorboard", training.tensorboard, step)] if training.tensorboard else []),
         StepLog(asdict(plan.config), tensorboard=bool(training.tensorboard), from_step=step),
         *([_early_stop(training.early_stopping, monitor, session)] if training.early_stopping is not None else []),

@@ -8,6 +8,7 @@ of metrics is written.
 from __future__ import annotations
 
 import time
+from contextlib import nullcontext
 from typing import Any, cast
 
 import lightning as L
@@ -37,6 +38,7 @@ from forgefield.training.optim.schedules import StepSchedule, relative_learning_
 from forgefield.training.optim.update import portable_optimiser_states
 from forgefield.training.options import TrainingOptions
 from forgefield.training.precision import Precision
+from forgefield.training.run.writer import Snapshot
 from forgefield.training.trainer import epochs_of_fit, set_epoch_length, training_loader
 
 
@@ -390,14 +392,10 @@ class TrainingModule(L.LightningModule):
         rescale_learning_rates(checkpoint, self.lr_factor / state["lr_factor"])
         self.executor.load_state(state)
 
-    def averaged_state(self) -> dict[str, Tensor]:
-        """The model's state with averaged weights: what is validated, and what is deployed."""
-        if self.ema is None:
-            state = self.executor.deployed_state()
-        else:
-            with self.ema.applied():
-                state = {name: tensor.detach().clone() for name, tensor in self.executor.deployed_state().items()}
-        return {name: tensor.detach().cpu().contiguous() for name, tensor in state.items()}
+    def averaged_snapshot(self) -> Snapshot:
+        """A copy of the model's state with averaged weights: what is validated, and what is deployed."""
+        with nullcontext() if self.ema is None else self.ema.applied():
+            return Snapshot(dict(self.executor.deployed_state()))
 
 
 def training_module(module: L.LightningModule) -> TrainingModule:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from typing import Any
 
 from forgefield.config.nearest import did_you_mean
@@ -14,13 +14,18 @@ from forgefield.errors import ForgefieldError
 FEWEST_KNOTS, MOST_KNOTS = 256, 2**15 - 1
 """Limits of the number of intervals of a table: for its precision, and because kernels use 16-bit indices."""
 PRECISIONS = ("float64", "float32", "tf32", "bf16-mixed", "fp16-mixed")
+CHECKPOINT_SECONDS = 30.0
+"""Seconds between checkpoints, unless the config sets when they are saved."""
 SCHEDULE = ("start", "finish", "finish_epochs", "finish_steps")
 """Keys of a schedule of precisions."""
 
 
 @dataclass
 class CheckpointOptions:
-    every_epochs: int | None = option(1, above=0)
+    every_seconds: float | None = option(None, above=0)
+    """Save a checkpoint when N seconds have passed since the last one, also within an epoch. Default: 30 if neither
+    `every_epochs` nor `every_steps` is set, else never. The end of a training and requests to stop are always saved."""
+    every_epochs: int | None = option(None, above=0)
     """Save a checkpoint every N epochs."""
     every_steps: int | None = option(None, above=0)
     """Save a checkpoint every N optimiser steps, also within an epoch."""
@@ -28,6 +33,13 @@ class CheckpointOptions:
     """Number of checkpoints to keep; older ones are deleted."""
     requeue_exit: int = 75
     """Exit code of a training that a batch system stopped (SIGTERM, SIGUSR1) and that should be started again."""
+
+    @property
+    def seconds(self) -> float | None:
+        """Seconds between checkpoints; None if they are not saved by time."""
+        if self.every_seconds is None and self.every_epochs is None and self.every_steps is None:
+            return CHECKPOINT_SECONDS
+        return self.every_seconds
 
 
 @dataclass
@@ -101,6 +113,25 @@ class LoraOptions:
     """Patterns of the names of the matrices to change. Default: all of the encoder, [model.*]."""
 
 
+@dataclass(frozen=True)
+class EnsembleOptions:
+    """Several models of one configuration."""
+
+    size: int
+    """Number of models, which have the seeds `seed`, `seed` + 1, ..."""
+    bootstrap: bool = False
+    """Train each on frames drawn at random, with replacement, from the training frames (data.bootstrap)."""
+    together: int | None = None
+    """Number of models that are trained at the same time. None: all on a GPU, one on a CPU."""
+
+
+def ensemble_options(value: int | Mapping[str, Any] | None) -> EnsembleOptions | None:
+    """The options in `training.ensemble`, which has been checked; None for a single model."""
+    if value is None or isinstance(value, int):
+        return None if value is None else EnsembleOptions(value)
+    return EnsembleOptions(**value)
+
+
 @dataclass
 class TrainingOptions:
     lr: float = option(0.01, above=0)
@@ -163,6 +194,10 @@ class TrainingOptions:
     uncertainty: bool = True
     """Compute uncertainties of energies and forces when the training ends, from the last layer of the best model and at most
     5000 training frames. Models without a suitable last layer have none."""
+    ensemble: int | dict[str, Any] | None = None
+    """Train N models with the seeds `seed`, `seed` + 1, ..., and combine them to one run whose predictions are means and whose
+    uncertainties are deviations: 4, or {size: 4, bootstrap: true, together: 2}. bootstrap: each on its own draw of the training
+    frames; together: how many are trained at the same time (default: all on a GPU, one on a CPU)."""
     tensorboard: int = option(1, choices=(0, 1, 2))
     """TensorBoard output: 0 none, 1 losses and learning rate, 2 also histograms of weights and gradients."""
 
@@ -181,6 +216,7 @@ def check_training(training: TrainingOptions, sources: Sources, *, new_model: bo
         )
     _check_swa(training, sources)
     _check_precision(training.precision, sources)
+    _check_ensemble(training.ensemble, sources)
 
 
 def _check_kernels(training: TrainingOptions, sources: Sources) -> None:
@@ -220,6 +256,27 @@ def _check_swa(training: TrainingOptions, sources: Sources) -> None:
         )
 
 
+def _check_ensemble(value: object, sources: Sources) -> None:
+    key, names = "training.ensemble", [field.name for field in fields(EnsembleOptions)]
+    values = value if isinstance(value, Mapping) else {} if value is None else {"size": value}
+    for name, number in values.items():
+        if name not in names:
+            raise ForgefieldError(
+                f"{sources.where(key)}: '{key}' has no key '{name}'; it is a number of models, or "
+                f"{{size: 4, bootstrap: true}}.{did_you_mean(str(name), names)}"
+            )
+        at = f"{key}.{name}" if isinstance(value, Mapping) else key
+        if name == "bootstrap":
+            if not isinstance(number, bool):
+                raise wrong(sources, at, number, "true or false")
+        elif number is None and name == "together":
+            continue
+        elif isinstance(number, bool) or not isinstance(number, int) or number < (2 if name == "size" else 1):
+            raise wrong(sources, at, number, "a number of models, 2 or more" if name == "size" else "a positive number")
+    if isinstance(value, Mapping) and "size" not in value:
+        raise ForgefieldError(f"{sources.where(key)}: '{key}' needs a size: {{size: 4, bootstrap: true}}.")
+
+
 def _check_precision(value: str | dict[str, Any], sources: Sources) -> None:
     key = "training.precision"
     if not isinstance(value, Mapping):
@@ -236,7 +293,7 @@ def _check_precision(value: str | dict[str, Any], sources: Sources) -> None:
         if name in value or name == "start":
             check_choice(value.get(name), PRECISIONS[1:], f"{key}.{name}", sources)
     if value["start"] == value.get("finish", "float32"):
-        raise wrong(sources, f"{key}.finish", value["start"], "another precision than start")
+        raise wrong(sources, f"{key}.finish", value["start"], "different from start")
     last = {name: value[name] for name in SCHEDULE[2:] if value.get(name) is not None}
     if len(last) != 1:
         raise ForgefieldError(f"{sources.where(key)}: '{key}' needs one of finish_epochs and finish_steps.")

@@ -46,9 +46,9 @@ class TuneOptions:
     pruner: str = option("median", choices=("median", "halving", "none"))
     """When a training is ended early: median (worse than half of the others at the same validation), halving (asynchronous
     successive halving) or none."""
-    startup: int = option(5, at_least=0, expected="a whole number from 0")
+    startup: int = option(5, at_least=0, expected="a whole number of at least 0")
     """Number of trials before sampler and pruner use results."""
-    warmup: int = option(1, at_least=0, expected="a whole number from 0")
+    warmup: int = option(1, at_least=0, expected="a whole number of at least 0")
     """Number of validations before a training can be ended early."""
     repeats: int = option(1, above=0, expected="a positive whole number")
     """Number of trainings per trial, with consecutive seeds; their mean counts."""
@@ -134,11 +134,11 @@ def _dimension(key: str, spec: object) -> Dimension:
             raise ForgefieldError(f"{where} is {spec}; a list of choices has two or more, all different.")
         return Dimension(key, choices=tuple(spec))
     if not isinstance(spec, Mapping) or len(spec) != 1 or next(iter(spec)) not in KINDS:
-        raise ForgefieldError(f"{where} is {spec!r}; it should be {FORM}.")
+        raise ForgefieldError(f"{where} must be {FORM}, not {spec!r}.")
     kind, numbers = next(iter(spec.items()))
     limits = [x for x in map(_number, numbers) if x is not None] if isinstance(numbers, list) else []
     if len(limits) not in ((2, 3) if kind == "range" else (2,)) or len(limits) != len(numbers):
-        raise ForgefieldError(f"{where} is {spec!r}; it should be {FORM}.")
+        raise ForgefieldError(f"{where} must be {FORM}, not {spec!r}.")
     low, high = limits[:2]
     step = limits[2] if len(limits) > 2 else None
     if not low < high or (kind == "log" and not low > 0) or (step is not None and not 0 < step <= high - low):

@@ -19,7 +19,7 @@ import os
 import pickle
 import re
 import zipfile
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -45,10 +45,14 @@ class RefusedPickle(Exception):
     """The pickle names something that is not allowed, or is not what it should be."""
 
 
-def safe_loads(data: bytes) -> Any:
-    """The object in `data`: dicts, lists, tuples, numbers, text, dates and numpy arrays."""
+def safe_loads(data: bytes, *, objects: Mapping[str, Any] | None = None) -> Any:
+    """The object in `data`: dicts, lists, tuples, numbers, text, dates and numpy arrays.
+
+    objects: by module and name, what else the pickle may name: subclasses of `Inert`, and makers of plain values.
+    """
     try:
-        return _Settling(_UNFOLDED[0] + _UNFOLDED[1] * len(data)).settled(_PlainUnpickler(io.BytesIO(data)).load())
+        unpickler = _PlainUnpickler(io.BytesIO(data), objects or {})
+        return _Settling(_UNFOLDED[0] + _UNFOLDED[1] * len(data)).settled(unpickler.load())
     except RefusedPickle:
         raise
     except Exception as error:  # a damaged stream fails in any way it likes
@@ -56,20 +60,59 @@ def safe_loads(data: bytes) -> Any:
         raise RefusedPickle(f"it is damaged or not a pickle ({reason})") from error
 
 
+class Inert:
+    """An object of another program's class that is not executed: its state, replaced by `plain()` once everything is read.
+
+    Every class that a reader knows is a subclass. It does nothing else with what the pickle gives it.
+    """
+
+    __slots__ = ("args", "state")
+    args: tuple[Any, ...]
+    state: Any
+
+    def __new__(cls, *args: object) -> Inert:
+        made = super().__new__(cls)
+        made.args, made.state = args, None
+        return made
+
+    def __init__(self, *args: object) -> None: ...
+
+    def __setstate__(self, state: object) -> None:
+        self.state = state
+
+    def plain(self) -> Any:
+        """The same as plain data, in which there may be other inert objects."""
+        raise NotImplementedError
+
+    @property
+    def values(self) -> dict[Any, Any]:
+        """The state, which must be a dictionary."""
+        if not isinstance(self.state, dict):
+            raise RefusedPickle(f"it holds an object of type {type(self).__name__} without values")
+        return self.state
+
+
 class _PlainUnpickler(pickle.Unpickler):
+    def __init__(self, file: io.BytesIO, objects: Mapping[str, Any]) -> None:
+        super().__init__(file)
+        self._objects = objects
+
     def find_class(self, module: str, name: str) -> Any:
         for newer, older in _NEWER_NUMPY.items():
             module = module.replace(newer, older, 1) if module.startswith(newer) else module
-        maker = _ALLOWED.get(f"{module}.{name}")
+        origin = f"{module}.{name}"
+        if origin in self._objects:
+            return self._objects[origin]
+        maker = _ALLOWED.get(origin)
         if maker is None:
-            raise RefusedPickle(f"it names {module}.{name}, which could run code or is not plain data")
-        return _Maker(maker)
+            raise RefusedPickle(f"it names {origin}, which could run code or is not plain data")
+        return Maker(maker)
 
     def persistent_load(self, pid: object) -> Any:
         raise RefusedPickle("it refers to objects outside of itself")
 
 
-class _Maker:
+class Maker:
     """A function the pickle may call, and do nothing else with: its attributes cannot be set."""
 
     __slots__ = ("_function",)
@@ -199,11 +242,17 @@ class _Settling:
         self._limit = limit
         self._done: dict[int, tuple[Any, int] | None] = {}
         """id -> the settled value and how many values it unfolds to; None while its own items are looked at."""
+        self._plain: dict[int, Any] = {}
+        """id of an inert object -> its plain data, kept so that ids stay unique."""
 
     def settled(self, value: object) -> Any:
         return self._settle(value)[0]
 
     def _settle(self, value: object) -> tuple[Any, int]:
+        if isinstance(value, Inert):
+            if id(value) not in self._plain:
+                self._plain[id(value)] = value.plain()
+            return self._settle(self._plain[id(value)])
         if not isinstance(value, (dict, list, tuple, set, frozenset)):
             return _single(value), 1
         if id(value) not in self._done:
@@ -238,7 +287,7 @@ def _single(value: object) -> Any:
         return value.array
     if isinstance(value, _Dtype):
         return str(value.dtype)
-    if isinstance(value, (_Storage, _Maker)):
+    if isinstance(value, (_Storage, Maker)):
         raise RefusedPickle("it holds functions or loose storages of tensors as values")
     return value
 

@@ -63,7 +63,7 @@ def test_config_is_checked_with_a_fresh_model(tmp_path, capsys):
     assert "too coarse" not in printed
 
 
-def test_own_model_that_breaks_a_law_gives_exit_code_1(tmp_path, capsys):
+def test_user_model_that_breaks_a_law_gives_exit_code_1(tmp_path, capsys):
     model = {"name": "tests.support.toy_models.HardCutoff"}
     config = tiny_config(tmp_path, data={"cutoff": 4.0})
     (tmp_path / "own.yaml").write_text(yaml.safe_dump({**config, "model": model}))
@@ -97,7 +97,7 @@ def test_run_without_known_data_asks_for_it(capsys):
     [
         (["nowhere"], "no run 'nowhere'"),
         (["nowhere.yaml"], "nowhere.yaml"),
-        (["mine", "--frames", "0"], "--frames is 0"),
+        (["mine", "--frames", "0"], "--frames must be 1 or more, not 0"),
     ],
 )
 def test_wrong_arguments_are_one_clear_error(words, message, capsys):

@@ -110,7 +110,7 @@ def test_units_and_labels_are_those_of_the_options(work, capsys):
         assert frame.forces is None
 
 
-def test_a_store_holds_the_neighbour_lists_that_were_asked_for(source, capsys):
+def test_a_store_holds_the_neighbour_lists_that_are_requested(source, capsys):
     done(capsys, "convert", "cu.extxyz", "a", "--cutoff", "3", "--adaptive-cutoff", "4.5")
     done(capsys, "convert", "cu.extxyz", "b", "--cutoff", "3", "--max-neighbours", "6")
     a, b = open_store("a").graph, open_store("b").graph
@@ -132,7 +132,7 @@ def test_refusals_of_convert_write_nothing(source, work, capsys):
         (("cu.extxyz", "no/new.extxyz"), "the folder no does not exist"),
         (("cu.extxyz", "new.extxyz", "--cutoff", "4"), "only a store can"),
         (("cu.extxyz", "new.extxyz", "--workers", "2"), "workers applies to stores"),
-        (("cu.extxyz", "new", "--workers", "0"), "workers is 0"),
+        (("cu.extxyz", "new", "--workers", "0"), "workers must be at least 1, not 0"),
         (("cu.extxyz", "new", "--cutoff", "-1"), "positive length"),
         (("cu.extxyz", "new", "--max-neighbours", "5"), "--max-neighbours needs --cutoff"),
         (("cu.extxyz", "new", "--energy-key", "mine"), "no frame of cu.extxyz has that key"),
@@ -281,7 +281,7 @@ def test_what_another_conversion_left_is_not_taken_over(large, tmp_path, capsys)
 # ---- info
 
 
-def test_info_of_a_store_says_what_it_is(source, capsys):
+def test_info_describes_a_store(source, capsys):
     done(capsys, "convert", "cu.extxyz", "cu", "--cutoff", "4")
     printed = done(capsys, "info", "cu")
     manifest = json.loads(Path("cu/manifest.json").read_text())
@@ -384,7 +384,7 @@ def test_refusals_of_info_write_nothing(source, work, capsys):
     assert "the name of a figure must end in .png" in refused(capsys, "info", "cu.extxyz", "--figure", "cu.jpeg")
     assert "there.png exists already" in refused(capsys, "info", "cu.extxyz", "--figure", "there.png")
     assert "folder no does not exist" in refused(capsys, "info", "cu.extxyz", "--figure", "no/cu.png")
-    assert "cutoff is 0" in refused(capsys, "info", "cu.extxyz", "--cutoff", "0")
+    assert "cutoff must be a positive length in A, not 0" in refused(capsys, "info", "cu.extxyz", "--cutoff", "0")
     assert sorted(path.name for path in work.iterdir()) == ["cu.extxyz", "there.png"]
     assert (work / "there.png").read_bytes() == b"mine"
 
@@ -433,7 +433,7 @@ def test_refusals_of_sample_write_nothing(source, work, capsys):
     assert (work / "cu-5.extxyz").read_text() == "mine"
 
 
-def test_further_fields_are_named_on_the_command_line(work, capsys):
+def test_additional_fields_are_named_on_the_command_line(work, capsys):
     frames = emt_frames(3, seed=1)
     for number, atoms in enumerate(frames):
         atoms.info |= {"band_gap": 0.5 * number, "mu": np.arange(3.0)}

@@ -34,8 +34,8 @@ BOMB = "a: &a [x, x, x, x, x, x, x, x, x]\n" + "".join(
         ("a0: &a0 [1]\n" + "".join(f"a{i + 1}: &a{i + 1} [*a{i}]\n" for i in range(2000)), "nested more than 100"),
         ("[" * 50_000, "nested"),
         (BASE + "name: !!int a\n", "invalid literal"),
-        (BASE + "seed: -1\n", "line 2: 'seed' is a whole number from 0 to 4294967295, not -1"),
-        (BASE + "seed: 4294967296\n", "'seed' is a whole number from 0"),
+        (BASE + "seed: -1\n", "line 2: 'seed' must be a whole number from 0 to 4294967295, not -1"),
+        (BASE + "seed: 4294967296\n", "'seed' must be a whole number from 0"),
     ],
 )
 def test_configs(tmp_path, text, message):
@@ -77,20 +77,20 @@ GOOD = {"model": {"name": "nequip", "species": ["Cu"]}, "species": ["Cu"], "cuto
     ("content", "message"),
     [
         ({}, "has no 'model'"),
-        ([], "it should contain a mapping"),
-        ({**GOOD, "model": 5}, "'model' should be a mapping of options, not 5"),
+        ([], "it must contain a mapping"),
+        ({**GOOD, "model": 5}, "'model' must be a mapping of options, not 5"),
         ({**GOOD, "model": None}, "has no 'model'"),
-        ({**GOOD, "species": "Cu"}, "'species' should be a list"),
-        ({**GOOD, "cutoff": "4"}, "'cutoff' should be a number"),
-        ({**GOOD, "precision": 32}, "'precision' should be text"),
+        ({**GOOD, "species": "Cu"}, "'species' must be a list"),
+        ({**GOOD, "cutoff": "4"}, "'cutoff' must be a number"),
+        ({**GOOD, "precision": 32}, "'precision' must be text"),
         ({key: value for key, value in GOOD.items() if key != "precision"}, "has no 'precision'"),
         ({**GOOD, "model": {**GOOD["model"], "num_layers": 10**11}}, r"'model\.num_layers' is 100000000000, too large"),
         (
             {**GOOD, "model": {**GOOD["model"], "num_features": 10**9}},
             r"'model\.num_features' is 1000000000, too large",
         ),
-        ({**GOOD, "model": {**GOOD["model"], "predicts": 3}}, "should describe heads"),
-        ({**GOOD, "model": {**GOOD["model"], "predicts": {"heads": {"a": 1}}}}, "should describe heads"),
+        ({**GOOD, "model": {**GOOD["model"], "predicts": 3}}, "must describe heads"),
+        ({**GOOD, "model": {**GOOD["model"], "predicts": {"heads": {"a": 1}}}}, "must describe heads"),
     ],
 )
 def test_records_of_runs(tmp_path, content, message):

@@ -50,7 +50,7 @@ def test_migrations_are_applied_from_the_version_of_the_file_on() -> None:
 
 @pytest.mark.parametrize("version", [0, -1, 1.5, "2", True, None])
 def test_a_version_that_is_not_a_positive_integer_is_damage(version: object) -> None:
-    with pytest.raises(ForgefieldError, match=r"file is damaged: 'format_version' should be a positive integer"):
+    with pytest.raises(ForgefieldError, match=r"file is damaged: 'format_version' must be a positive integer"):
         RUN_JSON.upgrade({VERSION: version}, "file")
 
 

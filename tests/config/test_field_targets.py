@@ -90,28 +90,28 @@ def test_differences_name_the_key_as_it_is_written(load):
         ("band_gap: {species_weights: {H: 1}}", "unknown key 'task.band_gap.species_weights'."),
         (
             "band_gap: {reduce: men}",
-            "'task.band_gap.reduce' is sum, mean, max, attention or null, not 'men'. Did you mean 'mean'?",
+            "'task.band_gap.reduce' must be sum, mean, max, attention or null, not 'men'. Did you mean 'mean'?",
         ),
         ("band_gap: {per_atom: true}", "'task.band_gap.per_atom' applies to extensive values only"),
-        ("band_gap: {loss: meas}", "'task.band_gap.loss' is mse, mae, rmse, huber or an import path, not 'meas'."),
+        ("band_gap: {loss: meas}", "'task.band_gap.loss' must be mse, mae, rmse, huber or an import path, not 'meas'."),
         ("band_gap: {huber_delta: 2}", "'task.band_gap.huber_delta' applies to loss huber only"),
         (
             "band_gap: {normalise: aut}",
-            "'task.band_gap.normalise' is auto, none or {mean: ..., scale: ...}, not 'aut'. Did you mean 'auto'?",
+            "'task.band_gap.normalise' must be auto, none or {mean: ..., scale: ...}, not 'aut'. Did you mean 'auto'?",
         ),
-        ("band_gap: {normalise: {mean: 1}}", "'task.band_gap.normalise' is auto, none or {mean: ..., scale: ...}"),
-        ("band_gap: {normalise: {mean: 1, scale: 0}}", "'task.band_gap.normalise.scale' is a positive number"),
-        ("band_gap: {normalise: {mean: x, scale: 1}}", "'task.band_gap.normalise.mean' is a number"),
-        ("band_gap: {schedule: {to: -1}}", "'task.band_gap.schedule.to' is the last value, zero or positive"),
-        ("band_gap: {weight: -1}", "'task.band_gap.weight' is zero or positive"),
-        ("band_gap: 3", "'task.band_gap' is a section with the keys weight, loss,"),
+        ("band_gap: {normalise: {mean: 1}}", "'task.band_gap.normalise' must be auto, none or {mean: ..., scale: ...}"),
+        ("band_gap: {normalise: {mean: 1, scale: 0}}", "'task.band_gap.normalise.scale' must be a positive number"),
+        ("band_gap: {normalise: {mean: x, scale: 1}}", "'task.band_gap.normalise.mean' must be a number"),
+        ("band_gap: {schedule: {to: -1}}", "'task.band_gap.schedule.to' must be a finite number, zero or larger"),
+        ("band_gap: {weight: -1}", "'task.band_gap.weight' must be a finite number, zero or larger"),
+        ("band_gap: 3", "'task.band_gap' must be a section with the keys weight, loss,"),
     ],
 )
-def test_targets_that_cannot_be_are_refused_with_their_place(task, sentence, refused):
+def test_invalid_targets_are_refused_with_their_location(task, sentence, refused):
     assert sentence in refused(f"{DATA}task:\n  {task}")
 
 
-def test_without_declared_fields_a_name_may_be_one_of_a_store_unless_it_looks_like_ours(load, refused):
+def test_without_declared_fields_a_name_may_be_one_of_a_store_unless_it_looks_like_a_target(load, refused):
     config = load("data: {train: a.store}\ntask: {polarisation: {}}")
     assert list(targets_of(config.task)) == ["polarisation"]
     assert "Did you mean 'task.forces'?" in refused("data: {train: a.store}\ntask: {force: {}}")

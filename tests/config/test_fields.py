@@ -39,19 +39,22 @@ def test_a_field_is_a_word_a_mapping_or_nothing_but_its_name(load):
     [
         (
             "7",
-            "my.yaml, line 1: 'data.labels.fields' is a mapping such as {band_gap: {key: gap}, charge: atom}, not 7.",
+            "my.yaml, line 1: 'data.labels.fields' must be a mapping such as {band_gap: {key: gap}, charge: atom}, not 7.",
         ),
-        ("{gap: atoms}", "'data.labels.fields.gap' is frame or atom, not 'atoms'. Did you mean 'atom'?"),
-        ("{gap: [3]}", "'data.labels.fields.gap' is frame, atom, or a mapping with the keys key, per, shape"),
-        ("{gap: {per: cell}}", "'data.labels.fields.gap.per' is frame or atom, not 'cell'."),
+        ("{gap: atoms}", "'data.labels.fields.gap' must be frame or atom, not 'atoms'. Did you mean 'atom'?"),
+        ("{gap: [3]}", "'data.labels.fields.gap' must be frame, atom, or a mapping with the keys key, per, shape"),
+        ("{gap: {per: cell}}", "'data.labels.fields.gap.per' must be frame or atom, not 'cell'."),
         ("{gap: {shapes: [3]}}", "unknown key 'data.labels.fields.gap.shapes'. Did you mean 'shape'?"),
-        ("{gap: {shape: 3}}", "'data.labels.fields.gap.shape' is a list of sizes, such as [] or [3], not 3."),
-        ("{gap: {shape: [0]}}", "'data.labels.fields.gap.shape' is a list of sizes, such as [] or [3], not [0]."),
-        ("{gap: {factor: 0}}", "'data.labels.fields.gap.factor' is a number other than zero, not 0."),
-        ("{gap: {factor: much}}", "'data.labels.fields.gap.factor' is a number other than zero, not 'much'."),
-        ("{gap: {key: 3}}", "'data.labels.fields.gap.key' is the name of the value in the source, not 3."),
+        ("{gap: {shape: 3}}", "'data.labels.fields.gap.shape' must be a list of sizes, such as [] or [3], not 3."),
+        ("{gap: {shape: [0]}}", "'data.labels.fields.gap.shape' must be a list of sizes, such as [] or [3], not [0]."),
+        ("{gap: {factor: 0}}", "'data.labels.fields.gap.factor' must be a number other than zero, not 0."),
+        ("{gap: {factor: much}}", "'data.labels.fields.gap.factor' must be a number other than zero, not 'much'."),
+        ("{gap: {key: 3}}", "'data.labels.fields.gap.key' must be the name of the value in the source, not 3."),
         ("{gap: {species: [H]}}", "'data.labels.fields.gap.species' is for values of atoms; this one is per frame."),
-        ("{gap: {per: atom, species: []}}", "'data.labels.fields.gap.species' is a list of chemical symbols, not []."),
+        (
+            "{gap: {per: atom, species: []}}",
+            "'data.labels.fields.gap.species' must be a list of chemical symbols, not [].",
+        ),
         ("{energy: {}}", "'energy' is a label of its own, named by data.labels.energy; call the field something else."),
         ("{Virial: {}}", "'Virial' is a label of its own, named by data.labels.virial"),
         ("{n_atoms: {}}", "the name 'n_atoms' is taken; call the field something else and give {key: n_atoms}."),
@@ -59,7 +62,7 @@ def test_a_field_is_a_word_a_mapping_or_nothing_but_its_name(load):
         ("{../gap: {}}", "the name of a field is made of letters, digits and underscores"),
     ],
 )
-def test_what_is_wrong_with_a_field_is_said_with_its_place(refused, fields, sentence):
+def test_an_error_in_a_field_names_its_location(refused, fields, sentence):
     message = refused(f"data: {{train: a.xyz, labels: {{fields: {fields}}}}}")
     assert message.startswith("my.yaml, line 1: ")
     assert sentence in message
@@ -74,7 +77,7 @@ def test_no_field_can_be_called_like_a_key_of_a_batch_or_a_column_of_a_store():
 @pytest.mark.parametrize(
     ("batch", "sentence"),
     [
-        ("{atoms: 9, bound: most}", "'data.batch.bound' is upper or lower, not 'most'."),
+        ("{atoms: 9, bound: most}", "'data.batch.bound' must be upper or lower, not 'most'."),
         ("{frames: 9, bound: lower}", "'data.batch.bound' is for batches counted in atoms or edges."),
         ("{bound: lower}", "'data.batch.bound' is for batches counted in atoms or edges."),
         (
@@ -83,9 +86,9 @@ def test_no_field_can_be_called_like_a_key_of_a_batch_or_a_column_of_a_store():
         ),
         (
             "{by_source: 3}",
-            "'data.batch.by_source' is true, false, or a list of numbers of frames, one for each source",
+            "'data.batch.by_source' must be true, false, or a list of numbers of frames, one for each source",
         ),
-        ("{by_source: [3, 0]}", "'data.batch.by_source' is a list of positive whole numbers, one for each source"),
+        ("{by_source: [3, 0]}", "'data.batch.by_source' must be a list of positive whole numbers, one for each source"),
         ("{frames: 4, by_source: [3, 4]}", "keep one of them (data.batch.by_source=true goes with frames)."),
     ],
 )

@@ -99,12 +99,12 @@ def test_help_in_a_terminal_is_made_from_the_same_declarations():
     ("limits", "allowed", "refused", "text"),
     [
         ({"above": 0}, (1e-9, float("inf")), (0, -1, float("nan")), "a positive number"),
-        ({"at_least": 256, "at_most": 32767}, (256, 32767), (255, 32768), "from 256 to 32767"),
-        ({"above": 0, "at_most": 1}, (0.5, 1), (0, 1.1), "above 0, at most 1"),
+        ({"at_least": 256, "at_most": 32767}, (256, 32767), (255, 32768), "between 256 and 32767"),
+        ({"above": 0, "at_most": 1}, (0.5, 1), (0, 1.1), "above 0 and at most 1"),
         ({"at_least": 0, "below": float("inf")}, (0, 1e300), (-1, float("inf")), "at least 0"),
     ],
 )
-def test_limits_allow_what_they_say(limits, allowed, refused, text):
+def test_limits_allow_what_they_describe(limits, allowed, refused, text):
     declared = Limits(**limits)
     assert [declared.allows(number) for number in (*allowed, *refused)] == [True] * len(allowed) + [False] * len(
         refused

@@ -46,7 +46,7 @@ def test_an_unused_variable_is_an_unknown_key(refused):
     assert "${efective_batch}" in message
 
 
-def test_a_mapping_is_no_variable(refused):
+def test_a_mapping_is_not_a_variable(refused):
     assert "unknown key 'dat'. Did you mean 'data'?" in refused("dat: {cutoff: 3}\nseed: ${dat.cutoff}\n")
 
 
@@ -59,19 +59,22 @@ def test_a_mapping_is_no_variable(refused):
         ("effective_btch=3", "unknown key 'effective_btch'. Did you mean 'effective_batch'?"),
         ("hydra.run.dir=x", "command line ('hydra.run.dir=x'): unknown key 'hydra.run.dir'."),
         ("data.cutoff.x=1", "unknown key 'data.cutoff.x'. 'data.cutoff' has no keys below it."),
-        ("training.lr=fast", "command line ('training.lr=fast'): 'training.lr' is a number, not 'fast'."),
+        ("training.lr=fast", "command line ('training.lr=fast'): 'training.lr' must be a number, not 'fast'."),
         (
             "data.batch=8",
-            "'data.batch' is a section with the keys frames, atoms, edges, points, oversized, bound, by_source, not 8.",
+            "'data.batch' must be a section with the keys frames, atoms, edges, points, oversized, bound, by_source, not 8.",
         ),
         ("training.lr=1,2", "command line: 'training.lr=1,2' gives several values, and one run takes one"),
         ("data.train=(", "command line: 'data.train=(' cannot be read as key=value"),
         ("just_a_word", "command line: 'just_a_word' cannot be read as key=value"),
         ("~training.ema", "the config does not give 'training.ema', so there is nothing to remove"),
         ("+seed=1", "command line ('+seed=1'): Could not append to config. An item is already at 'seed'."),
-        ("model=big", "command line ('model=big'): 'model' is a section, not 'big'. Did you mean 'model.name=big'?"),
+        (
+            "model=big",
+            "command line ('model=big'): 'model' must be a section, not 'big'. Did you mean 'model.name=big'?",
+        ),
         ("task.forces.weight=3", "the config has no 'task' section, so the data decides what is trained"),
-        ("data.train=", "command line ('data.train='): 'data.train' is the name of a file, folder or pattern"),
+        ("data.train=", "command line ('data.train='): 'data.train' must be the name of a file, folder or pattern"),
     ],
 )
 def test_bad_overrides_say_that_they_come_from_the_command_line(refused, override, sentence):
@@ -83,16 +86,19 @@ def test_bad_overrides_say_that_they_come_from_the_command_line(refused, overrid
 @pytest.mark.parametrize(
     ("text", "sentence"),
     [
-        ("training: {lr: fast}", "my.yaml, line 1: 'training.lr' is a number, not 'fast'."),
-        ("training: {accumulate: 2.5}", "'training.accumulate' is a whole number, not 2.5."),
-        ("data: {shuffle: maybe}", "'data.shuffle' is true or false, not 'maybe'."),
-        ("data: {species: Cu}", "'data.species' is a list such as [H, O] or null, not 'Cu'."),
-        ("data: {species: [[H]]}", "'data.species' is a list such as [H, O] or null, not [['H']]."),
-        ("data: {cutoff: null}", "'data.cutoff' is a number, not null."),
-        ("training: 3", "'training' is a section with the keys lr, scale_lr, optimizer,"),
-        ("task: {energy: true}", "'task.energy' is a section with the keys weight, loss,"),
-        ("task: {forces: {species_weights: 3}}", "'task.forces.species_weights' is a mapping such as {H: 1.0, O: 2.0}"),
-        ("name: {a: 1}", "'name' is text or null, not {'a': 1}."),
+        ("training: {lr: fast}", "my.yaml, line 1: 'training.lr' must be a number, not 'fast'."),
+        ("training: {accumulate: 2.5}", "'training.accumulate' must be a whole number, not 2.5."),
+        ("data: {shuffle: maybe}", "'data.shuffle' must be true or false, not 'maybe'."),
+        ("data: {species: Cu}", "'data.species' must be a list such as [H, O] or null, not 'Cu'."),
+        ("data: {species: [[H]]}", "'data.species' must be a list such as [H, O] or null, not [['H']]."),
+        ("data: {cutoff: null}", "'data.cutoff' must be a number, not null."),
+        ("training: 3", "'training' must be a section with the keys lr, scale_lr, optimizer,"),
+        ("task: {energy: true}", "'task.energy' must be a section with the keys weight, loss,"),
+        (
+            "task: {forces: {species_weights: 3}}",
+            "'task.forces.species_weights' must be a mapping such as {H: 1.0, O: 2.0}",
+        ),
+        ("name: {a: 1}", "'name' must be text or null, not {'a': 1}."),
     ],
 )
 def test_wrong_types_say_what_is_expected(refused, text, sentence):
@@ -104,50 +110,56 @@ def test_wrong_types_say_what_is_expected(refused, text, sentence):
     [
         (
             "training: {precision: float16}",
-            "'training.precision' is float64, float32, tf32, bf16-mixed, fp16-mixed or a schedule, not 'float16'.",
+            "'training.precision' must be float64, float32, tf32, bf16-mixed, fp16-mixed or a schedule, not 'float16'.",
         ),
-        ("training: {engine: fast}", "'training.engine' is auto, eager, compile, graphs, script or null, not 'fast'."),
-        ("training: {tensorboard: 3}", "'training.tensorboard' is 0, 1 or 2, not 3."),
+        (
+            "training: {engine: fast}",
+            "'training.engine' must be auto, eager, compile, graphs, script or null, not 'fast'.",
+        ),
+        ("training: {tensorboard: 3}", "'training.tensorboard' must be 0, 1 or 2, not 3."),
         (
             "data: {neighbours: matscpy}",
-            "'data.neighbours' is auto, vesin, matscipy or device, not 'matscpy'. Did you mean",
+            "'data.neighbours' must be auto, vesin, matscipy or device, not 'matscpy'. Did you mean",
         ),
         (
             "task: {forces: {loss: hubber}}",
-            "is mse, mae, rmse, huber or an import path, not 'hubber'. Did you mean 'huber'?",
+            "must be mse, mae, rmse, huber or an import path, not 'hubber'. Did you mean 'huber'?",
         ),
         (
             "data: {reference_energies: fitt}",
-            "is auto, isolated, fit, mean, none or {species: energy}, not 'fitt'. Did you mean 'fit'?",
+            "must be auto, isolated, fit, mean, none or {species: energy}, not 'fitt'. Did you mean 'fit'?",
         ),
-        ("data: {reference_energies: {H: high}}", "'data.reference_energies.H' is an energy in eV, not 'high'."),
-        ("training: {lr: 0}", "'training.lr' is a positive number, not 0.0."),
-        ("data: {cutoff: -5}", "'data.cutoff' is a positive number, not -5.0."),
-        ("training: {kernels: {knots: 40000}}", "'training.kernels.knots' is from 256 to 32767, not 40000."),
+        ("data: {reference_energies: {H: high}}", "'data.reference_energies.H' must be an energy in eV, not 'high'."),
+        ("training: {lr: 0}", "'training.lr' must be a positive number, not 0.0."),
+        ("data: {cutoff: -5}", "'data.cutoff' must be a positive number, not -5.0."),
+        ("training: {kernels: {knots: 40000}}", "'training.kernels.knots' must be between 256 and 32767, not 40000."),
         ("training: {kernels: {knots: 512}, derivative: double}", "which training.derivative=double does not use"),
         ("training: {kernels: {radial: exact, knots: 512}}", "training.kernels.radial=exact makes none"),
-        ("training: {kernels: {storage: bf16}}", "'training.kernels.storage' is float32 or bfloat16, not 'bf16'."),
+        ("training: {kernels: {storage: bf16}}", "'training.kernels.storage' must be float32 or bfloat16, not 'bf16'."),
         ("training: {kernels: {storage: bfloat16}, engine: compile}", "which training.engine=compile does not use"),
         ("training: {kernels: {storage: bfloat16}, precision: float64}", "would round what training.precision=float64"),
-        ("training: {lr: .nan}", "'training.lr' is a positive number, not nan."),
-        ("training: {ema: 1.0}", "'training.ema' is a number between 0 and 1, or null for no average, not 1.0."),
-        ("data: {val: -3}", "'data.val' is a share of train (0.1), a number of frames (50) or a file, not -3."),
-        ("data: {val: 2.5}", "'data.val' is a share below 1, or a whole number of frames, not 2.5."),
-        ("data: {test: {index: a}}", "'data.test' is a share, a number, a file, or {indices: file-or-list}"),
-        ("data: {species: [H, H]}", "'data.species' is a list of different chemical symbols"),
-        ("name: a/b", "'name' is the name of a folder, without slashes (the place is 'out'), not 'a/b'."),
+        ("training: {lr: .nan}", "'training.lr' must be a positive number, not nan."),
+        ("training: {ema: 1.0}", "'training.ema' must be a number between 0 and 1, or null for no average, not 1.0."),
+        ("data: {val: -3}", "'data.val' must be a share of train (0.1), a number of frames (50) or a file, not -3."),
+        ("data: {val: 2.5}", "'data.val' must be a share below 1, or a whole number of frames, not 2.5."),
+        ("data: {test: {index: a}}", "'data.test' must be a share, a number, a file, or {indices: file-or-list}"),
+        ("data: {species: [H, H]}", "'data.species' must be a list of different chemical symbols"),
+        (
+            "name: a/b",
+            "'name' must be the name of a folder, without slashes ('out' is the folder that contains it), not 'a/b'.",
+        ),
         ("task: {}", "'task' trains nothing; set at least one of energy, forces, stress, virial, denoise."),
         ("task: {energy: null}", "'task' trains nothing"),
-        ("task: {energy: {weight: -1}}", "'task.energy.weight' is zero or positive, and finite, not -1.0."),
+        ("task: {energy: {weight: -1}}", "'task.energy.weight' must be a finite number, zero or larger, not -1.0."),
         ("model: {preset: S}", "'model' needs a name, for example model: {name: nequip, preset: S}."),
-        ("model: nequip", "'model' is a section, not 'nequip'. Did you mean 'model.name=nequip'?"),
+        ("model: nequip", "'model' must be a section, not 'nequip'. Did you mean 'model.name=nequip'?"),
         ("model: {name: 3}", "'model' needs a name"),
-        ("training: {optimizer: {lr: 1}}", "'training.optimizer' is a name, or a mapping such as {name: adamw,"),
-        ("callbacks: [{patience: 3}]", "'callbacks.0' is an import path, or {name: import.path, argument: value}"),
-        ("callbacks: my.Callback", "'callbacks' is a list, not 'my.Callback'."),
-        ("training: [1]", "'training' is a section with the keys lr, scale_lr, optimizer,"),
-        ("callbacks: {name: my.Callback}", "'callbacks' is a list, not {'name': 'my.Callback'}."),
-        ("trainer: [1]", "'trainer' is a section with what lightning.Trainer takes"),
+        ("training: {optimizer: {lr: 1}}", "'training.optimizer' must be a name, or a mapping such as {name: adamw,"),
+        ("callbacks: [{patience: 3}]", "'callbacks.0' must be an import path, or {name: import.path, argument: value}"),
+        ("callbacks: my.Callback", "'callbacks' must be a list, not 'my.Callback'."),
+        ("training: [1]", "'training' must be a section with the keys lr, scale_lr, optimizer,"),
+        ("callbacks: {name: my.Callback}", "'callbacks' must be a list, not {'name': 'my.Callback'}."),
+        ("trainer: [1]", "'trainer' must be a section with arguments of lightning.Trainer"),
     ],
 )
 def test_values_without_meaning(refused, text, sentence):
@@ -163,14 +175,14 @@ def test_values_without_meaning(refused, text, sentence):
         ("stress: {per_atom: false}", "'task.stress.per_atom' does not apply to stress."),
         ("energy: {species_weights: {H: 1}}", "'task.energy.species_weights' does not apply to energy. Did you mean"),
         ("energy: {huber_delta: 0.1}", "'task.energy.huber_delta' applies to loss huber only"),
-        ("energy: {per_atom: half}", "'task.energy.per_atom' is true, false or root, not 'half'"),
+        ("energy: {per_atom: half}", "'task.energy.per_atom' must be true, false or root, not 'half'"),
         ("forces: {schedule: {kind: liner, to: 1}}", "Did you mean 'linear'"),
         ("forces: {schedule: {kind: lr, to: 1, end: 5}}", "'task.forces.schedule.end' does not apply to kind lr"),
         (
             "forces: {schedule: {to: -1}}",
-            "'task.forces.schedule.to' is the last value, zero or positive, and finite, not -1",
+            "'task.forces.schedule.to' must be a finite number, zero or larger, not -1",
         ),
-        ("forces: {schedule: {to: [1, 2]}}", "one number; lists are for kind step"),
+        ("forces: {schedule: {to: [1, 2]}}", "must be one number (lists are for kind step)"),
         ("forces: {schedule: {kind: step, at: [5, 3], to: [1, 2]}}", "ascending positive integers"),
         ("forces: {schedule: {kind: step, at: [3], to: [1, 2]}}", "one value for each of the 1 positions"),
         ("forces: {schedule: {to: 1, begin: 5, end: 5}}", "larger than task.forces.schedule.begin"),
@@ -196,7 +208,7 @@ def test_inapplicable_settings_are_refused_in_mappings_and_overrides_too(refused
         ("data: {}\nseed: 1\ndata: {}", "my.yaml, line 3: 'data' is given twice, first in line 1."),
         ("", "my.yaml is empty; `forgefield init DATA` writes a config to start from."),
         ("# only a comment\n", "my.yaml is empty"),
-        ("- 1\n- 2", "my.yaml: a config is a mapping of sections (data: ..., training: ...), not a sequence."),
+        ("- 1\n- 2", "my.yaml: a config must be a mapping of sections (data: ..., training: ...), not a sequence."),
         ("just words", "not a scalar."),
         ("? [a, b]\n: 1", "my.yaml, line 1: a key must be a word, not a sequence."),
     ],
@@ -268,5 +280,5 @@ def test_a_value_left_open_by_one_file_may_come_from_another_or_from_an_override
 def test_the_file_that_counts_is_the_one_named(refused, folder):
     (folder / "base.yaml").write_text("training: {lr: slow}\n")
     text = "defaults: [base, _self_]\nname: x\ntraining: {lr: fast}\n"
-    assert refused(text).startswith("my.yaml, line 3: 'training.lr' is a number, not 'fast'")
+    assert refused(text).startswith("my.yaml, line 3: 'training.lr' must be a number, not 'fast'")
     assert refused(text.replace("[base, _self_]", "[_self_, base]")).startswith(f"{folder / 'base.yaml'}, line 1:")

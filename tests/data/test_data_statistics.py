@@ -148,7 +148,7 @@ def test_given_energies_are_taken_as_they_are_and_must_be_complete(molecules):
         compute_statistics(graphs(molecules), DataOptions(reference_energies={"H": -13.0}))
     with pytest.raises(ForgefieldError, match="has N, which the model does not have"):
         compute_statistics(graphs(molecules), DataOptions(reference_energies={**given_energies, "N": 1.0}))
-    with pytest.raises(ForgefieldError, match="should be auto, isolated, fit, mean, none"):
+    with pytest.raises(ForgefieldError, match="must be auto, isolated, fit, mean, none"):
         compute_statistics(graphs(molecules), DataOptions(reference_energies="fitted"))
 
 
@@ -239,7 +239,7 @@ def test_a_damaged_or_unwritable_cache_costs_nothing_but_time(molecules, monkeyp
     assert compute_statistics(graphs(molecules), DataOptions()) == first
 
 
-def test_isolated_atoms_in_boxes_are_found_whoever_makes_the_lists(make_frame):
+def test_isolated_atoms_in_boxes_are_found_with_every_neighbour_list(make_frame):
     box = {"cell": 20 * np.eye(3), "pbc": True, "forces": None}
     frames = [
         make_frame([1], energy=-13.6, **box),

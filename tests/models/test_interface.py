@@ -87,7 +87,7 @@ class TestAnArchitectureInOneFolder:
         assert "--head does not apply to toy: its files hold one model" in capsys.readouterr().err
 
     def test_bounds_of_its_options_are_checked(self) -> None:
-        with pytest.raises(ForgefieldError, match=r"model\.width is 0; it must be at least 1"):
+        with pytest.raises(ForgefieldError, match=r"model\.width must be at least 1, not 0"):
             resolve_model({"name": "gaussians", "width": 0}, species=SPECIES, cutoff=3.0, statistics=STATISTICS)
 
     def test_a_name_is_registered_once(self) -> None:

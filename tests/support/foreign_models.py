@@ -38,6 +38,30 @@ class Dictionary(nn.Module):
         return {"energy": energy, "node_feats": features} | ({} if self.whole else {"node_energy": atomic})
 
 
+class GraphModel(nn.Module):
+    """Called like models of Open MatSciML, with one graph object. images: whether distances take image shifts into account."""
+
+    def __init__(self, cutoff: float, images: bool = True):
+        super().__init__()
+        self.cutoff, self.images = cutoff, images
+        self.embedding = nn.Embedding(100, 4)
+        self.out = nn.Linear(4, 1)
+
+    def forward(self, data):
+        source, destination = data.edge_index
+        vectors = data.pos[source] - data.pos[destination]
+        if self.images:
+            vectors = vectors + data["shift_vec"]
+            assert torch.allclose(vectors, data.edge_vec, atol=1e-5)
+            assert torch.allclose(vectors.norm(dim=1), data.edge_weight, atol=1e-5)
+        fade = (1 - vectors.square().sum(1, keepdim=True) / self.cutoff**2).clamp(min=0) ** 3
+        features = self.embedding(data.atomic_numbers)
+        summed = torch.zeros_like(features).index_add(0, destination, features[source] * fade)
+        atomic = self.out(torch.tanh(features + summed))
+        assert data.num_graphs == len(data.natoms) == len(data.ptr) - 1
+        return atomic.new_zeros(data.num_graphs, 1).index_add(0, data.batch, atomic)
+
+
 class Structure(nn.Module):
     """Called with the words of ASE for one structure; sums over images itself, along axes that are periodic."""
 

@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import os
+import re
 import signal
+import threading
 import time
+from pathlib import Path
 
 import torch
 from lightning.pytorch.callbacks import Callback
@@ -35,6 +38,45 @@ class EndAt(Callback):
             if how == "memory":
                 torch.empty(2**55)
             os.kill(os.getpid(), {"kill": signal.SIGKILL, "term": signal.SIGTERM, "usr1": signal.SIGUSR1}[how])
+
+
+class KilledWhileWriting(Callback):
+    """Kills its process (-9) while the first checkpoint of step $KILL_STEP or later is written in the background.
+
+    $KILL_WHEN: `half` when half of the temporary file is written, `whole` before it is renamed, `renamed` after that. Nothing
+    happens without $KILL_STEP.
+    """
+
+    def on_train_start(self, trainer, pl_module) -> None:
+        if "KILL_STEP" not in os.environ or trainer.global_rank != 0:
+            return
+        when = os.environ["KILL_WHEN"]
+        write_bytes, replace = Path.write_bytes, os.replace
+
+        def is_due(path) -> bool:
+            step = re.search(r"step-(\d+)", path.name)
+            return step is not None and int(step[1]) >= int(os.environ["KILL_STEP"])
+
+        def kill() -> None:
+            assert threading.current_thread() is not threading.main_thread(), (
+                "checkpoints are written in the background"
+            )
+            os.kill(os.getpid(), signal.SIGKILL)
+
+        def half_written(path, content):
+            if when == "half" and is_due(path):
+                write_bytes(path, content[: len(content) // 2])
+                kill()
+            return write_bytes(path, content)
+
+        def replaced(source, target):
+            if when == "whole" and is_due(target):
+                kill()
+            replace(source, target)
+            if when == "renamed" and is_due(target):
+                kill()
+
+        Path.write_bytes, os.replace = half_written, replaced
 
 
 class RecordsFrames(Callback):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 
 import pytest
@@ -39,6 +40,13 @@ def assert_same_run(a: Path, b: Path) -> None:
         assert same, f"{place}: {value} != {second[place]}"
     for name in ("metrics.csv", "metrics.jsonl", "checkpoints/best.safetensors", "checkpoints/last.safetensors"):
         assert (a / name).read_bytes() == (b / name).read_bytes(), name
+
+
+def resumed_at(output: str) -> int:
+    """The step at which a command resumed. Checkpoints are written in the background: a kill may come before the newest."""
+    match = re.search(r"Resuming run \S+ at step (\d+)", output)
+    assert match is not None, output
+    return int(match[1])
 
 
 def interrupted_run(config: dict, steps: list[int], monkeypatch) -> Path:

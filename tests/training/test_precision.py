@@ -64,23 +64,26 @@ def config_of(folder, precision, *, model: str | None = None, **more) -> dict:
 @pytest.mark.parametrize(
     ("precision", "sentence"),
     [
-        ("bf16", r"'training.precision' is float64, float32, tf32, bf16-mixed, fp16-mixed or a schedule, not 'bf16'"),
+        (
+            "bf16",
+            r"'training.precision' must be float64, float32, tf32, bf16-mixed, fp16-mixed or a schedule, not 'bf16'",
+        ),
         ("flaot32", r"Did you mean 'float32'\?"),
         (32, r"not 32"),
         ({"start": "tf32", "finish": "float32"}, r"needs one of finish_epochs and finish_steps"),
         ({"start": "tf32", "finish_epochs": 1, "finish_steps": 1}, r"needs one of finish_epochs and finish_steps"),
         ({"start": "tf32", "finish_epoch": 3}, r"no key 'finish_epoch'.*Did you mean 'finish_epochs'\?"),
-        ({"finish": "float32", "finish_epochs": 3}, r"'training.precision.start' is float32, tf32.*not None"),
+        ({"finish": "float32", "finish_epochs": 3}, r"'training.precision.start' must be float32, tf32.*not None"),
         ({"start": "tf23", "finish_epochs": 3}, r"'training.precision.start'.*Did you mean 'tf32'\?"),
         ({"start": "float32", "finish": "float64", "finish_epochs": 3}, r"'training.precision.finish'.*not 'float64'"),
-        ({"start": "float32", "finish_epochs": 3}, r"'training.precision.finish' is another precision than start"),
+        ({"start": "float32", "finish_epochs": 3}, r"'training.precision.finish' must be different from start"),
         (
             {"start": "tf32", "finish_epochs": 0},
-            r"'training.precision.finish_epochs' is a positive whole number, not 0",
+            r"'training.precision.finish_epochs' must be a positive whole number, not 0",
         ),
         (
             {"start": "tf32", "finish_steps": 1.5},
-            r"'training.precision.finish_steps' is a positive whole number, not 1.5",
+            r"'training.precision.finish_steps' must be a positive whole number, not 1.5",
         ),
     ],
 )
@@ -141,7 +144,7 @@ def test_tf32_is_refused_on_a_cpu_before_the_run_begins(setting, tmp_path):
         Precision(name).require_device(CPU)
 
 
-def test_lightnings_own_setting_points_to_ours(tmp_path):
+def test_lightnings_own_setting_points_to_forgefields(tmp_path):
     for theirs, ours in (("bf16-mixed", "bf16-mixed"), ("16-mixed", "fp16-mixed"), (64, "float64")):
         config = config_of(tmp_path, "float32")
         config["trainer"]["precision"] = theirs
@@ -231,7 +234,7 @@ def test_validation_is_made_in_the_precision_of_the_weights(tmp_path):
     assert rows[0]["train/loss"] != rows[1]["train/loss"]
 
 
-def test_an_own_model_that_a_precision_would_not_touch_is_refused(tmp_path):
+def test_a_user_model_that_a_precision_would_not_touch_is_refused(tmp_path):
     message = "bf16-mixed has no effect on this model.*forgefield.ops.products.product.*torch.autocast"
     with pytest.raises(ForgefieldError, match=message):
         train_only(config_of(tmp_path, "bf16-mixed", model="Plain"))

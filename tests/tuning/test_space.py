@@ -65,11 +65,11 @@ def test_any_value_arrives_in_the_config_as_it_is(key, value):
     ("section", "words"),
     [
         ({}, "nothing to vary"),
-        ({"training.lr": 0.1}, "training.lr is 0.1; it should be a list of choices"),
+        ({"training.lr": 0.1}, "training.lr must be a list of choices"),
         ({"training.lr": [0.1]}, "two or more"),
         ({"training.lr": {"log": [0, 1]}}, "above 0"),
         ({"training.lr": {"range": [2, 1]}}, "rise from low to high"),
-        ({"training.lr": {"between": [1, 2]}}, "it should be a list of choices"),
+        ({"training.lr": {"between": [1, 2]}}, "must be a list of choices"),
     ],
 )
 def test_a_space_without_meaning_is_refused(section, words):
@@ -80,10 +80,10 @@ def test_a_space_without_meaning_is_refused(section, words):
 def test_a_misspelt_setting_is_named():
     for section, message in (
         ({"trails": 3}, "unknown key 'tune.trails'. Did you mean 'tune.trials'"),
-        ({"pruner": "medium"}, "'tune.pruner' is median, halving or none, not 'medium'."),
-        ({"storage": "search.db"}, "'tune.storage' is a URL such as sqlite"),
-        ({"repeats": 0}, "'tune.repeats' is a positive whole number, not 0"),
-        ({"space": [1]}, "'tune.space' is a mapping such as"),
+        ({"pruner": "medium"}, "'tune.pruner' must be median, halving or none, not 'medium'."),
+        ({"storage": "search.db"}, "'tune.storage' must be a URL such as sqlite"),
+        ({"repeats": 0}, "'tune.repeats' must be a positive whole number, not 0"),
+        ({"space": [1]}, "'tune.space' must be a mapping such as"),
     ):
         with pytest.raises(ForgefieldError, match=re.escape(message)):
             load_config({"tune": section})

@@ -41,12 +41,12 @@ def translate_loss(
     kind = section.take("type", LOSS_OF_FITTING[fitting["type"]])
     kind = "ener" if kind == "ener_hess" else kind
     if kind in OTHER_LOSSES:
-        raise section.refused("type", f"is '{kind}', which is not known here")
+        raise section.refused("type", f"is '{kind}', which is not supported")
     if kind not in LOSS_OF_FITTING.values():
         raise section.wrong("type", kind, f"one of {', '.join(dict.fromkeys(LOSS_OF_FITTING.values()))}")
     if kind != LOSS_OF_FITTING[fitting["type"]]:
         raise section.wrong(
-            "type", kind, f"{LOSS_OF_FITTING[fitting['type']]} where 'model.fitting_net.type' is {fitting['type']}"
+            "type", kind, f"{LOSS_OF_FITTING[fitting['type']]}, because 'model.fitting_net.type' is {fitting['type']}"
         )
     if kind == "tensor":
         return tensor_task(section, fitting, species, excluded)

@@ -6,13 +6,13 @@ every message names the file, the key and what would be right.
 
 from __future__ import annotations
 
-import math
 import sys
 from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any, ClassVar, Self
 
 from forgefield.config.nearest import did_you_mean
+from forgefield.config.option import Limits
 from forgefield.errors import ForgefieldError
 
 LARGEST = sys.float_info.max
@@ -35,7 +35,7 @@ class Section:
         self.file, self.key = file, key
         self.notes: dict[str, str] = {} if notes is None else notes
         if not isinstance(values, Mapping):
-            raise ForgefieldError(f"{file}: '{key}' is a section (a mapping of keys), not {values!r:.60}.")
+            raise ForgefieldError(f"{file}: '{key}' must be a section (a mapping of keys), not {values!r:.60}.")
         self._left = {str(name): value for name, value in values.items() if not self._is_comment(str(name))}
         self._names: dict[str, None] = {}
         self._written: dict[str, str] = {}
@@ -78,7 +78,7 @@ class Section:
         value = self.take(name, default, also=also)
         if value is default:
             return value
-        kind = "a whole number" if at_least is None else f"a whole number from {at_least}"
+        kind = "a whole number" if at_least is None else f"a whole number of at least {at_least}"
         if not is_number(value) or value != int(value) or (at_least is not None and value < at_least):
             raise self.wrong(name, value, kind)
         return int(value)
@@ -88,20 +88,21 @@ class Section:
         name: str,
         default: object = None,
         *,
-        above: float = -math.inf,
-        at_least: float = -math.inf,
-        at_most: float = math.inf,
-        below: float = math.inf,
+        above: float | None = None,
+        at_least: float | None = None,
+        at_most: float | None = None,
+        below: float | None = None,
         also: Sequence[str] = (),
     ) -> float | Any:
         """A number within bounds."""
         value = self.take(name, default, also=also)
         if value is default:
             return value
-        if not (is_number(value) and above < value < below and at_least <= value <= at_most):
-            bounds = {"above": above, "from": at_least, "up to": at_most, "below": below}
-            words = [f"{word} {bound:g}" for word, bound in bounds.items() if math.isfinite(bound)]
-            raise self.wrong(name, value, " ".join(["a number", *words]))
+        if not is_number(value):
+            raise self.wrong(name, value, "a number")
+        limits = Limits(at_least, above, at_most, below)
+        if not limits.allows(value):
+            raise self.wrong(name, value, limits.describe())
         return float(value)
 
     def flag(self, name: str, default: object = False, *, also: Sequence[str] = ()) -> bool | Any:
@@ -122,7 +123,7 @@ class Section:
         if value not in choices:
             valid = ", ".join(choices)
             hint = did_you_mean(str(value), choices)
-            raise ForgefieldError(f"{self.file}: '{self.path(name)}' is one of {valid}, not {value!r:.60}.{hint}")
+            raise ForgefieldError(f"{self.file}: '{self.path(name)}' must be one of {valid}, not {value!r:.60}.{hint}")
         return str(value)
 
     def below(self, name: str) -> Self | None:
@@ -159,7 +160,7 @@ class Section:
         return f"{self.key}.{self.written(name)}" if self.key else self.written(name)
 
     def wrong(self, name: str, value: object, expected: str) -> ForgefieldError:
-        return ForgefieldError(f"{self.file}: '{self.path(name)}' is {expected}, not {value!r:.60}.")
+        return ForgefieldError(f"{self.file}: '{self.path(name)}' must be {expected}, not {value!r:.60}.")
 
     def refused(self, name: str, why: str) -> ForgefieldError:
         return ForgefieldError(f"{self.file}: '{self.path(name)}' {why}.")

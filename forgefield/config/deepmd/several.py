@@ -31,7 +31,7 @@ class Shared:
     def expand(self, branch: str, model: object) -> dict[str, Any]:
         """The model of a branch with names replaced by what they stand for."""
         if not isinstance(model, Mapping):
-            raise ForgefieldError(f"{self.file}: 'model.model_dict.{branch}' is a section, not {model!r:.60}.")
+            raise ForgefieldError(f"{self.file}: 'model.model_dict.{branch}' must be a section, not {model!r:.60}.")
         expanded = dict(model)
         for kind in SHARED:
             if isinstance(expanded.get(kind), str):
@@ -87,7 +87,7 @@ class Branches:
         if aliases is None:
             return
         if not isinstance(aliases, list) or not all(isinstance(alias, str) for alias in aliases):
-            raise ForgefieldError(f"{self.file}: '{key}' is a list of names, not {aliases!r:.60}.")
+            raise ForgefieldError(f"{self.file}: '{key}' must be a list of names, not {aliases!r:.60}.")
         if aliases:
             self.root.notes[key] = f"select this branch by its name: --head {name}."
 
@@ -185,7 +185,7 @@ class Branches:
                 "data_dict", "gives probabilities of systems; within a branch systems are drawn by size or alike"
             )
         if self.training.take("num_epoch_dict"):
-            raise self.training.refused("num_epoch_dict", "is not known here; give numb_steps and model_prob")
+            raise self.training.refused("num_epoch_dict", "is not supported; give numb_steps and model_prob")
         probabilities = self.training.take("model_prob")
         if probabilities:
             probabilities = _by_branch(

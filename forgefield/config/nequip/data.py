@@ -186,7 +186,7 @@ class DataTranslation:
             key = next(iter(arguments), "format")
             raise section.refused("ase_args", f"has {key}, which is not supported: the format is detected")
         if form is not None:
-            section.notes[section.path("ase_args")] = f"the format of a file is detected; here it should be {form}."
+            section.notes[section.path("ase_args")] = f"the format of a file is detected; here it must be {form}."
         section.note("include_keys", "values that no target or model uses are not read.", unless=[[]])
         return ignored | self._renamed(section)
 

@@ -77,7 +77,7 @@ def _check_run(value: object, file: Path) -> None:
     steps = value if isinstance(value, list) else [value]
     for step in steps:
         if step not in ("train", "val", "test"):
-            raise ForgefieldError(f"{file}: 'run' has {step!r}; it is a list of train, val and test.")
+            raise ForgefieldError(f"{file}: 'run' must be a list of train, val and test; it has {step!r}.")
     if "train" not in steps:
         raise ForgefieldError(
             f"{file}: 'run' does not train; test a trained model with `forgefield test RUN --data FILE`."

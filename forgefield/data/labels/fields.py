@@ -17,8 +17,10 @@ from typing import TypedDict
 import numpy as np
 from ase.data import atomic_numbers
 
+from forgefield.config.nearest import did_you_mean
 from forgefield.data.field_options import FIELDS, FieldOptions
 from forgefield.data.frame import Frame, RawBlock, RawFrame
+from forgefield.data.labels.texts import SPACE_GROUPS, number_of
 from forgefield.errors import ForgefieldError
 
 
@@ -136,7 +138,7 @@ _LOGICAL = {"t": 1.0, "true": 1.0, "f": 0.0, "false": 0.0}
 
 def frame_field(raw: RawFrame, name: str, options: FieldOptions) -> np.ndarray | None:
     """shape, or (n_atoms, *shape) with NaN for atoms of species without a value; None if the frame does not have it."""
-    candidates = [_numbers(raw, name, value) for value in _candidates(raw, name, options)]
+    candidates = [_numbers(raw, name, value, options) for value in _candidates(raw, name, options)]
     if not candidates:
         return None
     shape, n = tuple(options.shape), len(raw.numbers)
@@ -214,7 +216,7 @@ def _matching(raw: RawFrame, name: str, candidates: list[np.ndarray], shapes: li
             if fits(value.shape, shape):
                 return value.reshape(shape)
     raise ForgefieldError(
-        f"{raw.where}: {name} has shape {candidates[0].shape}; according to {FIELDS}.{name} it should be "
+        f"{raw.where}: {name} has shape {candidates[0].shape}; according to {FIELDS}.{name} it must be "
         f"{' or '.join(map(str, shapes))}"
     )
 
@@ -227,7 +229,9 @@ def _finite(raw: RawFrame, name: str, values: np.ndarray) -> np.ndarray:
     return values
 
 
-def _numbers(raw: RawFrame, name: str, value: object) -> np.ndarray:
+def _numbers(raw: RawFrame, name: str, value: object, options: FieldOptions) -> np.ndarray:
+    if options.values is not None and _is_text(value):
+        return _from_text(raw, name, np.asarray(value), options.values)
     if isinstance(value, str) and value.lower() in _LOGICAL:
         value = _LOGICAL[value.lower()]
     try:
@@ -236,4 +240,23 @@ def _numbers(raw: RawFrame, name: str, value: object) -> np.ndarray:
             raise TypeError(name)
         return array.astype(np.float64)
     except (TypeError, ValueError):
-        raise ForgefieldError(f"{raw.where}: {name}={value!r:.60} is not a number or an array of numbers") from None
+        hint = "; for a class, list the texts in " if _is_text(value) else ""
+        hint += f"{FIELDS}.{name}.values (or write {SPACE_GROUPS} there)" if hint else ""
+        raise ForgefieldError(
+            f"{raw.where}: {name}={value!r:.60} is not a number or an array of numbers{hint}"
+        ) from None
+
+
+def _is_text(value: object) -> bool:
+    return isinstance(value, str) or (isinstance(value, (list, np.ndarray)) and np.asarray(value).dtype.kind == "U")
+
+
+def _from_text(raw: RawFrame, name: str, texts: np.ndarray, values: str | list[str]) -> np.ndarray:
+    """Numbers in place of texts, of any shape."""
+    numbers = [number_of(str(text), values) for text in texts.reshape(-1)]
+    if None in numbers:
+        text = str(texts.reshape(-1)[numbers.index(None)])
+        hint = "" if isinstance(values, str) else did_you_mean(text, values)
+        expected = "the symbol of a space group" if isinstance(values, str) else f"in {FIELDS}.{name}.values"
+        raise ForgefieldError(f"{raw.where}: {name} is {text!r:.60}, which is not {expected}.{hint}")
+    return np.array(numbers, dtype=np.float64).reshape(texts.shape)

@@ -7,7 +7,7 @@ of a source and free energies in others. A label that is not there stays missing
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import asdict, replace
 from typing import Any
 
@@ -16,6 +16,7 @@ import numpy as np
 from forgefield.data.field_options import FIELDS, field_options
 from forgefield.data.frame import Frame, RawFrame, atomic_numbers_of, check_frame, periodicity, real_numbers
 from forgefield.data.labels.fields import Field, fields_from, frame_field
+from forgefield.data.labels.source_settings import described, names_in, of_source
 from forgefield.data.options import LabelOptions, UnitOptions
 from forgefield.errors import ForgefieldError
 from forgefield.physics import units as unit_table
@@ -106,6 +107,9 @@ class LabelReader:
     """
 
     def __init__(self, labels: LabelOptions, units: UnitOptions) -> None:
+        self._settings = labels, units
+        self._of_sources: dict[str, LabelReader] = {}
+        """Readers of sources with names of labels or units of their own, by these settings."""
         self.names: dict[str, str | None] = {label: getattr(labels, label) for label in USUAL_NAMES}
         """The settings: label -> key."""
         self.fields = field_options(labels.fields)
@@ -128,6 +132,18 @@ class LabelReader:
         self.stress = self.energy / self.length**3
         if units.stress is not None:
             self.stress = unit_table.stress_factor(units.stress)
+
+    def of_source(self, settings: str) -> LabelReader:
+        """The reader of a source with these names of labels and units (`source_settings`); this one if there are none."""
+        if not settings:
+            return self
+        if settings not in self._of_sources:
+            self._of_sources[settings] = LabelReader(*of_source(*self._settings, settings))
+        return self._of_sources[settings]
+
+    @property
+    def units(self) -> UnitOptions:
+        return self._settings[1]
 
     def frame(self, raw: RawFrame) -> Frame:
         """`raw` with its labels chosen, in eV and A, checked."""
@@ -172,7 +188,11 @@ class LabelReader:
             }
             fields = {
                 name: asdict(options)
-                | ({"key": f"REF_{name}", "factor": 1.0, "cumulative": False} if name in outputs else {})
+                | (
+                    {"key": f"REF_{name}", "factor": 1.0, "cumulative": False, "values": None}
+                    if name in outputs
+                    else {}
+                )
                 for name, options in self.fields.items()
             }
             self._references = LabelReader(LabelOptions(**labels, fields=fields or None), UnitOptions())
@@ -201,7 +221,8 @@ class LabelReader:
 
     def other_names(self) -> list[str]:
         """Names of values in the source that are not labels, in alphabetical order."""
-        return sorted(self._available - self._recognised_names())
+        names = [self, *self._of_sources.values()]
+        return sorted(set().union(*(reader._available - reader._recognised_names() for reader in names)))
 
     def hints(self) -> dict[str, str]:
         """For labels of which nothing was met: a sentence on values that may be them, where there are any."""
@@ -220,6 +241,7 @@ class LabelReader:
             "found": sorted(self._present),
             "available": sorted(self._available),
             "quantity": {label: list(first) for label, first in self._quantity.items()},
+            "of_sources": {settings: reader.notes() for settings, reader in self._of_sources.items()},
         }
 
     def note(
@@ -239,18 +261,27 @@ class LabelReader:
         self._available.update(notes["available"])
         for label, (fallback, name, where) in notes["quantity"].items():
             self._refuse_mixture(where, label, name, fallback)
+        for settings, of_source_notes in notes.get("of_sources", {}).items():
+            self.of_source(settings).merge(of_source_notes)
 
     def finish(self, what: str) -> None:
         """Raise if a name in the settings was in none of the frames of `what`."""
+        for settings, reader in self._of_sources.items():
+            reader._require(f"{what} with {described(settings)}", names_in(settings))
+            self._present |= reader._present
+            self._available |= reader._available
+        self._require(what, {*self.names, *map(_of_field, self.fields)})
+
+    def _require(self, what: str, labels: Collection[str]) -> None:
+        """Raise if a name of one of these labels was in none of the frames."""
+        keys = ", ".join(sorted(self._available)) or "none at all"
         for label, name in self.names.items():
-            if name is not None and not is_none(name) and label not in self._present:
-                keys = ", ".join(sorted(self._available)) or "none at all"
+            if label in labels and name is not None and not is_none(name) and label not in self._present:
                 raise ForgefieldError(
                     f"data.labels.{label}={name}: no frame of {what} has that key; keys found there: {keys}"
                 )
         for name, options in self.fields.items():
-            if _of_field(name) not in self._present:
-                keys = ", ".join(sorted(self._available)) or "none at all"
+            if _of_field(name) in labels and _of_field(name) not in self._present:
                 raise ForgefieldError(
                     f"{FIELDS}.{name}: no frame of {what} has the key '{options.key or name}'; keys found there: {keys}"
                 )
@@ -335,8 +366,8 @@ def is_none(name: str) -> bool:
 def _named(raw: RawFrame, label: str, name: str) -> Any:
     if name == CALCULATOR:
         return raw.results.get(label)
-    places = (raw.arrays, raw.info) if label == "forces" else (raw.info, raw.arrays)
-    for values in (*places, raw.results):
+    containers = (raw.arrays, raw.info) if label == "forces" else (raw.info, raw.arrays)
+    for values in (*containers, raw.results):
         if name in values:
             return values[name]
     return None
@@ -388,7 +419,7 @@ def _numbers(raw: RawFrame, name: str, value: object) -> np.ndarray:
 
 def _scalar(raw: RawFrame, label: str, value: np.ndarray) -> float:
     if value.size != 1:
-        raise ForgefieldError(f"{raw.where}: the {label} has shape {value.shape}; it should be one number")
+        raise ForgefieldError(f"{raw.where}: the {label} has shape {value.shape}; it must be one number")
     return float(value.reshape(()))
 
 
@@ -399,4 +430,4 @@ def _matrix(raw: RawFrame, label: str, value: np.ndarray) -> np.ndarray:
         return np.array([[xx, xy, xz], [xy, yy, yz], [xz, yz, zz]])
     if value.shape in ((9,), (3, 3)):
         return value.reshape(3, 3)
-    raise ForgefieldError(f"{raw.where}: the {label} has shape {value.shape}; it should be (6,), (9,) or (3, 3)")
+    raise ForgefieldError(f"{raw.where}: the {label} has shape {value.shape}; it must be (6,), (9,) or (3, 3)")

@@ -65,7 +65,7 @@ def neighbour_pairs(
     if backend not in BACKENDS:
         raise ForgefieldError(f"data.neighbours={backend} is not known; choose one of {', '.join(BACKENDS)}")
     if not cutoff > 0:
-        raise ForgefieldError(f"the cutoff is {cutoff}; it should be a positive length in A")
+        raise ForgefieldError(f"the cutoff is {cutoff}; it must be a positive length in A")
     positions = np.ascontiguousarray(positions, dtype=np.float64)
     cell = np.asarray(cell, dtype=np.float64)
     pbc = np.asarray(pbc, dtype=bool)
@@ -187,10 +187,10 @@ LARGEST_CUTOFF = 100.0
 def check_cutoff(value: float, setting: str) -> None:
     """Refuse what cannot be meant as the radius of a neighbour list."""
     if not 0 < value < math.inf:
-        raise ForgefieldError(f"{setting} is {value}; it should be a positive length in A")
+        raise ForgefieldError(f"{setting} must be a positive length in A, not {value}")
     if value > LARGEST_CUTOFF:
         raise ForgefieldError(
-            f"{setting} is {value:g}; it is a length in A, {LARGEST_CUTOFF:g} at most, and most models use 4 to 8"
+            f"{setting} must be a length of at most {LARGEST_CUTOFF:g} A, not {value:g}; most models use 4 to 8 A"
         )
 
 
@@ -215,12 +215,11 @@ class GraphOptions:
             )
         if self.adaptive_cutoff is not None and not self.cutoff < self.adaptive_cutoff < math.inf:
             raise ForgefieldError(
-                f"data.adaptive_cutoff is {self.adaptive_cutoff}; it should be a length in A "
-                f"above data.cutoff={self.cutoff:g}"
+                f"data.adaptive_cutoff must be a length in A above data.cutoff={self.cutoff:g}, not {self.adaptive_cutoff}"
             )
         if self.max_neighbours is not None:
             if isinstance(self.max_neighbours, bool) or not self.max_neighbours >= 1:
-                raise ForgefieldError(f"data.max_neighbours is {self.max_neighbours}; it should be at least 1")
+                raise ForgefieldError(f"data.max_neighbours must be at least 1, not {self.max_neighbours}")
             if self.adaptive_cutoff is not None:
                 raise ForgefieldError(
                     "data.max_neighbours and data.adaptive_cutoff cannot be used together: "

@@ -7,6 +7,7 @@ if requested.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -14,7 +15,7 @@ import torch
 from torch import Tensor
 
 from forgefield.data.batch import Batch
-from forgefield.data.labels.fields import Fields
+from forgefield.data.labels.fields import Field, Fields
 from forgefield.data.species import SpeciesTable
 from forgefield.errors import ForgefieldError
 from forgefield.ops.graph import reverse_edges
@@ -54,40 +55,89 @@ def to_pyg(batch: Batch, species: SpeciesTable, fields: Fields | None = None) ->
     return GeometricBatch.from_data_list(graphs)
 
 
-def from_pyg(data: Data, species: SpeciesTable) -> Batch:
+def from_pyg(data: Data, species: SpeciesTable, fields: Fields | None = None) -> Batch:
     """A batch from a PyG `Data` or `Batch` with z, pos and edge_index (row 0 neighbour, row 1 centre).
 
     Periodic graphs need cell and edge_shift (images, integers); energy, forces and stress are taken where they are. Without
-    pbc, a graph is periodic along the lattice vectors that it has.
+    pbc, a graph is periodic along the lattice vectors that it has. fields: values to take along, by name; missing ones are NaN.
     Edges are sorted into the order of Forgefield's batches.
     """
     values: dict[str, Tensor | None] = data.to_dict()
-    positions, edge_index, numbers = values.get("pos"), values.get("edge_index"), values.get("z")
-    if positions is None or edge_index is None or numbers is None:
+    positions, edge_index = values.get("pos"), values.get("edge_index")
+    if positions is None or edge_index is None or values.get("z") is None:
         missing = next(name for name in ("z", "pos", "edge_index") if values.get(name) is None)
         raise ForgefieldError(f"the PyG graph has no {missing}; it should have z, pos and edge_index")
-    n, device = positions.shape[0], positions.device
-    frame, first_atoms = values.get("batch"), values.get("ptr")
-    frame = torch.zeros(n, dtype=torch.int64, device=device) if frame is None else frame
+    n, first_atoms = positions.shape[0], values.get("ptr")
+    frame = values.get("batch")
+    frame = torch.zeros(n, dtype=torch.int64, device=positions.device) if frame is None else frame
     n_frames = len(first_atoms) - 1 if first_atoms is not None else int(frame.max()) + 1 if n else 0
+    n_atoms = torch.bincount(frame, minlength=n_frames)
+    return _from_graph("PyG", values, edge_index, n_atoms, species, fields or {})
+
+
+def from_dgl(
+    graph: Any, species: SpeciesTable, per_frame: Mapping[str, Tensor] | None = None, fields: Fields | None = None
+) -> Batch:
+    """A batch from a `dgl.DGLGraph`, batched or not, with node data z and pos, and edges from the neighbour to the centre.
+
+    per_frame: cell, pbc, energy, stress and others, as `to_dgl` returns them. Periodic graphs need the cell and the edge data
+    edge_shift (images, integers). fields: as in `from_pyg`.
+    """
+    values: dict[str, Tensor | None] = {**graph.edata, **graph.ndata, **(per_frame or {})}
+    for name in ("z", "pos"):
+        if values.get(name) is None:
+            raise ForgefieldError(f"the DGL graph has no node data {name}; it should have z and pos")
+    edge_index = torch.stack(graph.edges()).long()
+    return _from_graph("DGL", values, edge_index, graph.batch_num_nodes().long(), species, fields or {})
+
+
+def _from_graph(
+    library: str,
+    values: Mapping[str, Tensor | None],
+    edge_index: Tensor,
+    n_atoms: Tensor,
+    species: SpeciesTable,
+    fields: Fields,
+) -> Batch:
+    """A batch from the values of a graph by name: z and pos, and the others where they are."""
+    positions, numbers = values["pos"], values["z"]
+    assert positions is not None
+    assert numbers is not None
+    n, n_frames, device = positions.shape[0], n_atoms.shape[0], positions.device
     cell, shift = values.get("cell"), values.get("edge_shift")
     if shift is None and cell is not None and bool((cell != 0).any()):
         raise ForgefieldError(
-            "the PyG graph has a cell but no edge_shift; without image shifts its distances are wrong"
+            f"the {library} graph has a cell but no edge_shift; without image shifts its distances are wrong"
         )
     zeros = torch.zeros(n_frames, 3, 3, dtype=torch.float64, device=device)
     shift = torch.zeros(edge_index.shape[1], 3, dtype=torch.float64, device=device) if shift is None else shift.double()
+    index = species.index(numbers.cpu().numpy(), f"the {library} graph").copy()
     batch = {
         "positions": positions.double(),
-        "species": torch.from_numpy(species.index(numbers.cpu().numpy(), "the PyG graph").copy()).to(device),
-        "frame": frame,
-        "n_atoms": torch.bincount(frame, minlength=n_frames),
+        "species": torch.from_numpy(index).to(device),
+        "frame": torch.repeat_interleave(n_atoms, output_size=n),
+        "n_atoms": n_atoms,
         "cell": zeros if cell is None else cell.double().reshape(n_frames, 3, 3),
         **_sorted_edges(edge_index, shift, n),
     }
     pbc = values.get("pbc")
     batch["pbc"] = (batch["cell"] != 0).any(2) if pbc is None else pbc.bool().reshape(n_frames, 3)
+    batch |= {name: _field(library, name, fields[name], values.get(name), n, n_frames, device) for name in fields}
     return batch | _labels(values, n, n_frames, device)
+
+
+def _field(
+    library: str, name: str, field: Field, value: Tensor | None, n_atoms: int, n_frames: int, device: torch.device
+) -> Tensor:
+    shape = (n_atoms if field.per == "atom" else n_frames, *field.shape)
+    if value is None:
+        return torch.full(shape, torch.nan, dtype=torch.float64, device=device)
+    if value.numel() != math.prod(shape):
+        raise ForgefieldError(
+            f"the {library} graph has {name} of shape {list(value.shape)}; with {n_atoms} atoms and {n_frames} frames it "
+            f"should be {list(shape)}"
+        )
+    return value.double().reshape(shape)
 
 
 def to_dgl(batch: Batch, species: SpeciesTable, fields: Fields | None = None) -> tuple[Any, dict[str, Tensor]]:
@@ -144,7 +194,7 @@ def graph_from_point_clouds(
     if positions.shape != (*mask.shape, 3) or species.shape != mask.shape:
         raise ForgefieldError(
             f"point clouds of shapes {tuple(positions.shape)}, {tuple(species.shape)} and {tuple(mask.shape)} do not "
-            "belong together; they should be (frames, slots, 3), (frames, slots) and (frames, slots)"
+            "belong together; they must be (frames, slots, 3), (frames, slots) and (frames, slots)"
         )
     mask = mask.bool()
     if bool((species[mask] < 0).any()):

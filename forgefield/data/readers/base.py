@@ -27,6 +27,8 @@ class SourceFile:
     """Group within an HDF5 file; None: all of it."""
     branch: str | None = None
     """Which branch of the model learns from it, where the model has several."""
+    settings: str = ""
+    """Names of labels and units of its own, as text (`labels.source_settings`)."""
     entry: int = 0
     """Index of the entry of the setting that named it: a path, a glob or a {path: ...} is one entry."""
 

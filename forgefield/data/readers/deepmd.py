@@ -287,6 +287,6 @@ def _check_shapes(arrays: Mapping[str, Any], system: System, where: str) -> None
         width = _width(values)
         if key in widths and width != widths[key]:
             raise ForgefieldError(
-                f"{where}: {key} has {width} numbers a frame; with the {n_atoms} atoms of type.raw it should be "
+                f"{where}: {key} has {width} numbers a frame; with the {n_atoms} atoms of type.raw it must be "
                 f"{widths[key]}"
             )

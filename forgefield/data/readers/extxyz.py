@@ -219,7 +219,7 @@ def _cell(info: dict[str, Any], where: str) -> tuple[np.ndarray, np.ndarray]:
         cell = np.asarray(lattice)
         if cell.dtype != np.float64 or cell.size != 9:
             raise ForgefieldError(
-                f"{where}: Lattice={lattice!r:.60} should be nine numbers, the lattice vectors by rows"
+                f"{where}: Lattice must be nine numbers, the lattice vectors by rows, not {lattice!r:.60}"
             )
         cell = cell.reshape(3, 3)
     pbc = info.pop("pbc", None)
@@ -232,7 +232,7 @@ def _cell(info: dict[str, Any], where: str) -> tuple[np.ndarray, np.ndarray]:
     if periodic.size == 1:
         periodic = np.repeat(periodic, 3)
     if periodic.size != 3:
-        raise ForgefieldError(f'{where}: pbc={pbc!r} should be three of T and F, as in pbc="T T F"')
+        raise ForgefieldError(f'{where}: pbc must be three of T and F, as in pbc="T T F", not {pbc!r}')
     return cell, periodic
 
 
@@ -244,7 +244,7 @@ def _flat_numbers(values: object) -> list[float]:
 
 def _numbers(arrays: dict[str, Any], where: str) -> np.ndarray:
     """Atomic numbers from the column of symbols or that of numbers. Where there are both, they must agree."""
-    candidates = [_whole(arrays.pop(name), name, where) for name in _NUMBER_COLUMNS if name in arrays]
+    candidates = [_integers(arrays.pop(name), name, where) for name in _NUMBER_COLUMNS if name in arrays]
     if "species" in arrays:
         words = arrays.pop("species")
         words = list(map(str, words.tolist())) if isinstance(words, np.ndarray) else words
@@ -264,7 +264,7 @@ def _numbers(arrays: dict[str, Any], where: str) -> np.ndarray:
     return candidates[0]
 
 
-def _whole(values: object, name: str, where: str) -> np.ndarray:
+def _integers(values: object, name: str, where: str) -> np.ndarray:
     """A column of atomic numbers, (n_atoms,)."""
     array = np.asarray(values)
     if array.ndim != 1 or array.dtype.kind not in "fi":

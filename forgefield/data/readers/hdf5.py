@@ -202,7 +202,7 @@ def _entry(group: h5py.Group, where: str, type_map: tuple[str, ...] | None) -> E
         raise ForgefieldError(f"{where}: a type_map was given, but this group is not a DeePMD system")
     if positions.ndim not in (2, 3) or positions.shape[-1] != 3:
         raise ForgefieldError(
-            f"{where}: {_leaf(positions)} has shape {positions.shape}; it should be (atoms, 3) or (frames, atoms, 3)"
+            f"{where}: {_leaf(positions)} has shape {positions.shape}; it must be (atoms, 3) or (frames, atoms, 3)"
         )
     if positions.shape[-2] == 0:
         raise ForgefieldError(f"{where}: {_leaf(positions)} has shape {positions.shape}, so there are no atoms")
@@ -306,11 +306,11 @@ def _cells(group: h5py.Group, where: str, units: UnitOptions, n_frames: int) -> 
             cell = np.diag(cell)
         if cell.size not in (9, 9 * n_frames) or (cell.shape[-1] not in (3, 9)):
             raise ForgefieldError(
-                f"{where}: {_leaf(dataset)} has shape {cell.shape}; it should be (3, 3), or ({n_frames}, 3, 3)"
+                f"{where}: {_leaf(dataset)} has shape {cell.shape}; it must be (3, 3), or ({n_frames}, 3, 3)"
             )
     pbc = _periodic(group, where, dataset is not None)
     if pbc.size not in (1, 3, 3 * n_frames):
-        raise ForgefieldError(f"{where}: pbc has shape {pbc.shape}; it should be (3,), or ({n_frames}, 3)")
+        raise ForgefieldError(f"{where}: pbc has shape {pbc.shape}; it must be (3,), or ({n_frames}, 3)")
     rows = pbc.reshape(-1, 3) if pbc.size > 1 else np.full((1, 3), bool(pbc.reshape(-1)[0]))
     return np.broadcast_to(cell.reshape(-1, 3, 3), (n_frames, 3, 3)), np.broadcast_to(rows, (n_frames, 3))
 

@@ -43,12 +43,12 @@ def read_npz(path: Path, units: UnitOptions, start: int = 0, stop: int | None = 
     positions = _one_of(data, POSITION_KEYS, path, "positions")
     _check_stated_units(data, path, units)
     if positions.ndim != 3 or positions.shape[2] != 3 or 0 in positions.shape:
-        raise ForgefieldError(f"{path}: positions have shape {positions.shape}; it should be (frames, atoms, 3)")
+        raise ForgefieldError(f"{path}: positions have shape {positions.shape}; it must be (frames, atoms, 3)")
     n_frames, n_atoms = positions.shape[:2]
     check_expansion(n_frames * (FRAME_BYTES + 24 * n_atoms), path.stat().st_size, str(path), REMEDY)
     if numbers.shape not in ((n_atoms,), (n_frames, n_atoms)):
         raise ForgefieldError(
-            f"{path}: atomic numbers have shape {numbers.shape}; it should be ({n_atoms},) or ({n_frames}, {n_atoms})"
+            f"{path}: atomic numbers have shape {numbers.shape}; it must be ({n_atoms},) or ({n_frames}, {n_atoms})"
         )
     cells, periodic = _cells(data, path, n_frames)
     used = (*NUMBER_KEYS, *POSITION_KEYS, "cell", "lattice", "pbc")
@@ -120,6 +120,6 @@ def _cells(data: dict[str, np.ndarray], path: Path, n_frames: int) -> tuple[np.n
         )
     except ValueError:
         raise ForgefieldError(
-            f"{path}: cell and pbc have shapes {cell.shape} and {pbc.shape}; they should be (3, 3) and (3,), "
+            f"{path}: cell and pbc have shapes {cell.shape} and {pbc.shape}; they must be (3, 3) and (3,), "
             f"or the same for each of the {n_frames} frames"
         ) from None

@@ -11,11 +11,12 @@ from pathlib import Path
 from forgefield.data.frame import Frame
 from forgefield.data.labels.fields import select_fields
 from forgefield.data.readers.ase_files import AseDatabaseReader, AseReader
+from forgefield.data.readers.aselmdb import AseLmdbReader
 from forgefield.data.readers.base import Reader, ReadOptions, SourceFile
 from forgefield.data.readers.deepmd import DeepmdReader
 from forgefield.data.readers.extxyz import ExtxyzReader
 from forgefield.data.readers.hdf5 import Hdf5Reader
-from forgefield.data.readers.lmdb import AseLmdbReader, MatscimlReader
+from forgefield.data.readers.matsciml import MatscimlReader
 from forgefield.data.readers.npz import NpzReader
 from forgefield.data.store.store import MANIFEST, Store, open_store
 

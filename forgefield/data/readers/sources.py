@@ -22,10 +22,11 @@ from typing import Any
 from forgefield.data.frame import Frame, RawBlock, RawFrame, even_ranges
 from forgefield.data.labels.block_labels import block_frames
 from forgefield.data.labels.label_reader import LabelReader
+from forgefield.data.labels.source_settings import source_settings
 from forgefield.data.options import LabelOptions, UnitOptions
 from forgefield.data.readers.ase_files import raw_from_atoms
 from forgefield.data.readers.base import ReadOptions, SourceFile
-from forgefield.data.readers.registry import SUFFIXES, find_reader, reader_of
+from forgefield.data.readers.registry import SUFFIXES, StoreReader, find_reader, reader_of
 from forgefield.errors import ForgefieldError, SourceUnreadable
 
 log = logging.getLogger(__name__)
@@ -68,6 +69,8 @@ def _expand(spec: object, outer: SourceFile | None) -> list[SourceFile]:
         files = _expand(inside, settings)
         if settings.type_map is not None:
             _refuse_type_map(files)
+        if settings.settings:
+            _refuse_settings_of_stores(files)
         return files
     if isinstance(spec, Sequence) and spec:
         return [file for item in spec for file in _expand(item, outer)]
@@ -79,27 +82,34 @@ def _expand(spec: object, outer: SourceFile | None) -> list[SourceFile]:
 def _settings(spec: Mapping[str, Any], outer: SourceFile | None) -> tuple[Any, SourceFile]:
     """The sources that a mapping names, with its settings."""
     outer = outer or SourceFile(Path())
-    unknown = set(spec) - {"path", "weight", "share", "type_map", "branch"}
+    unknown = set(spec) - {"path", "weight", "share", "type_map", "branch", "labels", "units"}
     if unknown or "path" not in spec:
         raise ForgefieldError(
-            f"a source of frames is {{path: ..., weight: ..., share: ..., type_map: [...], branch: ...}}, not {dict(spec)!r}"
+            "a source of frames must be {path: ..., weight: ..., share: ..., type_map: [...], branch: ..., labels: {...}, "
+            f"units: {{...}}}}, not {dict(spec)!r}"
         )
     branch = spec.get("branch")
     if branch is not None and (not isinstance(branch, str) or outer.branch not in (None, branch)):
-        raise ForgefieldError(f"the branch of {spec['path']} is {branch!r}; it should be the name of one branch")
+        raise ForgefieldError(f"the branch of {spec['path']} must be the name of one branch, not {branch!r}")
     weight, share, elements = spec.get("weight", 1.0), spec.get("share"), spec.get("type_map")
     for name, value in (("weight", weight), ("share", 0.0 if share is None else share)):
         number = isinstance(value, (int, float)) and not isinstance(value, bool)
         if not number or not 0 <= value < math.inf:
-            raise ForgefieldError(f"the {name} of {spec['path']} is {value!r}; it should be a number, not negative")
+            raise ForgefieldError(f"the {name} of {spec['path']} is {value!r}; it must be a number of at least 0")
     if share is not None and outer.share is not None:
         raise ForgefieldError(f"the share of {spec['path']} is given twice, by {{path, share}} within another of these")
+    settings = source_settings(spec)
+    if settings and outer.settings:
+        raise ForgefieldError(
+            f"the labels and units of {spec['path']} are given twice, by a source within another of these"
+        )
     return spec["path"], SourceFile(
         Path(),
         weight=outer.weight * float(weight),
         share=outer.share if share is None else float(share),
         type_map=outer.type_map if elements is None else _elements(elements, spec["path"]),
         branch=branch or outer.branch,
+        settings=settings or outer.settings,
     )
 
 
@@ -107,7 +117,7 @@ def _elements(names: object, path: object) -> tuple[str, ...]:
     from ase.data import atomic_numbers
 
     if not isinstance(names, Sequence) or isinstance(names, str) or not names:
-        raise ForgefieldError(f"the type_map of {path} is {names!r}; it should be a list of elements, such as [O, H]")
+        raise ForgefieldError(f"the type_map of {path} must be a list of elements, such as [O, H], not {names!r}")
     for name in names:
         if name not in atomic_numbers or name == "X":
             raise ForgefieldError(f"the type_map of {path} names {name!r}, which is not a chemical element")
@@ -119,6 +129,14 @@ def _refuse_type_map(files: list[SourceFile]) -> None:
         reader = find_reader(file.path)
         if reader is None or not reader.has_atom_types:
             raise ForgefieldError(f"{file.name}: a type_map was given, but only DeePMD systems have atom types to map")
+
+
+def _refuse_settings_of_stores(files: list[SourceFile]) -> None:
+    for file in files:
+        if isinstance(find_reader(file.path), StoreReader):
+            raise ForgefieldError(
+                f"{file.name}: labels and units of a store were settled when it was written; leave them out for it"
+            )
 
 
 def _named(text: str) -> list[SourceFile]:
@@ -243,6 +261,7 @@ def frames_of(
 ) -> Iterator[Frame]:
     """Frames start to stop of one source, one after the other. An empty source is an error, an empty part is not."""
     n_frames = 0
+    reader, units = _of_file(file, reader, units)
     with _reading(file):
         for frame in _frames(file, reader, units, start, stop):
             n_frames += 1
@@ -251,12 +270,21 @@ def frames_of(
         raise ForgefieldError(f"{file.name}: there are no frames in this file")
 
 
+def _of_file(file: SourceFile, reader: LabelReader, units: UnitOptions) -> tuple[LabelReader, UnitOptions]:
+    """Reader and units of a source, which may have names of labels or units of its own."""
+    if not file.settings:
+        return reader, units
+    reader = reader.of_source(file.settings)
+    return reader, reader.units
+
+
 def frames_with_values(
     file: SourceFile, reader: LabelReader, units: UnitOptions
 ) -> Iterator[tuple[Frame, RawFrame | None]]:
     """Every frame of one source together with all values that the file holds for it; None for a store, whose frames hold all
     there is."""
     n_frames = 0
+    reader, units = _of_file(file, reader, units)
     with _reading(file):
         for item in reader_of(file.path).read(file, _read_options(reader, units)):
             for raw in item.frames() if isinstance(item, RawBlock) else [item]:
@@ -286,7 +314,7 @@ def chunks(file: SourceFile, size: int) -> list[tuple[int, int | None]]:
     [(0, None)] where a format cannot be divided. The last range is open.
     """
     if size < 1:
-        raise ForgefieldError(f"chunks of {size} frames were asked for; it should be at least 1")
+        raise ForgefieldError(f"chunks must have at least 1 frame, not {size}")
     count = frame_count(file)
     return [(0, None)] if count is None else even_ranges(count, size)
 

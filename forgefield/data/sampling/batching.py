@@ -123,13 +123,13 @@ def _chances(rule: str | Sequence[float] | None, sizes: np.ndarray, systems: Sys
         branches = {name: float(systems.branches.count(name)) for name in names}
     if not isinstance(branches, Mapping) or set(branches) != set(names) or rule not in ("size", "uniform"):
         raise ForgefieldError(
-            f"data.sampling.branches={branches!r:.80} should be auto, or a probability for each of the branches "
-            f"{', '.join(names) or 'that sources name'}, with the rule size or uniform"
+            f"data.sampling.branches must be auto or a probability for each of the branches "
+            f"{', '.join(names) or 'that sources name'}, with the rule size or uniform; it is {branches!r:.80}"
         )
     chances = np.zeros(len(sizes))
     for name, chance in branches.items():
         if isinstance(chance, bool) or not isinstance(chance, (int, float)) or not 0 <= chance < np.inf:
-            raise ForgefieldError(f"data.sampling.branches.{name}={chance!r} should be a number, not negative")
+            raise ForgefieldError(f"data.sampling.branches.{name} must be a number of at least 0, not {chance!r}")
         inside = np.array([branch == name for branch in systems.branches])
         chances[inside] = chance * system_probabilities(rule, sizes[inside])
     return chances
@@ -144,7 +144,7 @@ def _sampling(sampling: object) -> tuple[Any, int | None, Any]:
         raise ForgefieldError(f"data.sampling.{sorted(unknown)[0]} is not known; it takes rule, frames and branches")
     draws = sampling.get("frames")
     if draws is not None and (isinstance(draws, bool) or not isinstance(draws, int) or draws < 1):
-        raise ForgefieldError(f"data.sampling.frames={draws!r} should be a number of frames, at least 1")
+        raise ForgefieldError(f"data.sampling.frames must be a number of frames, at least 1, not {draws!r}")
     return sampling.get("rule") or "size", draws, sampling.get("branches")
 
 
@@ -159,10 +159,10 @@ def batch_threads(options: DataOptions, on_gpu: bool) -> int:
     elif text := os.environ.get("NUM_WORKERS"):
         setting = "NUM_WORKERS"
         if not text.strip().isdecimal():
-            raise ForgefieldError(f"NUM_WORKERS={text!r} should be a number of threads (or leave it unset)")
+            raise ForgefieldError(f"NUM_WORKERS must be a number of threads, not {text!r} (or leave it unset)")
         workers = int(text)
     else:
         return 1 if on_gpu or options.prefetch is not None else 0
     if workers < 0:
-        raise ForgefieldError(f"{setting}={workers} should be 0 or more")
+        raise ForgefieldError(f"{setting} must be 0 or more, not {workers}")
     return workers

@@ -121,11 +121,11 @@ class Chances:
     ) -> None:
         chances = np.asarray(probabilities, dtype=np.float64)
         if draws < 1:
-            raise ForgefieldError(f"an epoch of {draws} draws is not possible; it should have at least one")
+            raise ForgefieldError(f"an epoch must have at least one draw, not {draws}")
         if len(sizes) > len(chances):
             raise ValueError(f"rows belong to systems 0..{len(sizes) - 1}; there are {len(chances)}")
         if not (np.isfinite(chances).all() and (chances >= 0).all() and chances.sum() > 0):
-            raise ValueError("probabilities of systems are numbers from 0, not all of them 0")
+            raise ValueError("probabilities of systems must be at least 0, and not all of them 0")
         hollow = np.flatnonzero((chances > 0) & (sizes == 0))
         if len(hollow):
             first = hollow[0]
@@ -202,7 +202,7 @@ def system_probabilities(
 
 def _unknown(where: str) -> ForgefieldError:
     return ForgefieldError(
-        f"{where} is not known; it should be uniform, size, a list of numbers with one for each system, or blocks such as "
+        f"{where} is not a rule; it must be uniform, size, a list of numbers with one for each system, or blocks such as "
         "'prob_sys_size;0:2:0.5;2:5:0.5'"
     )
 
@@ -213,9 +213,7 @@ def _share_column(shares: Sequence[float | None], n: int) -> np.ndarray:
     column = _numbers([share if share is not None else 0.0 for share in shares], n, "share")
     if (column < 0).any():
         at = int(np.flatnonzero(column < 0)[0])
-        raise ForgefieldError(
-            f"share={column[at]:g} of system {at} (counted from 0) is negative; it should be 0 or more"
-        )
+        raise ForgefieldError(f"share={column[at]:g} of system {at} (counted from 0) is negative; it must be 0 or more")
     return np.where(is_set, column, np.nan)
 
 
@@ -224,7 +222,9 @@ def _numbers(values: Sequence[float], n: int, setting: str) -> np.ndarray:
     try:
         column = np.array([_number(value) for value in values])
     except (TypeError, ValueError):
-        raise ForgefieldError(f"{setting}={values!r:.80} should be finite numbers, one for each system") from None
+        raise ForgefieldError(
+            f"{setting} must be a list of finite numbers, one for each system, not {values!r:.80}"
+        ) from None
     if len(column) != n:
         raise ForgefieldError(f"{setting} has {len(column)} numbers for {n} systems; it needs one for each")
     return column
@@ -270,7 +270,7 @@ def _blocks(rule: str, sizes: np.ndarray, setting: str) -> np.ndarray:
         start, stop, weight = _block(block, len(sizes), where)
         taken = np.flatnonzero(block_of[start:stop] >= 0)
         if len(taken):
-            raise ForgefieldError(f"{where}: system {start + taken[0]} is in two blocks; it should be in one")
+            raise ForgefieldError(f"{where}: system {start + taken[0]} is in two blocks; it must be in one")
         block_of[start:stop] = len(weights)
         if weight > 0 and not sizes[start:stop].sum() > 0:
             raise ForgefieldError(f"{where}: the block '{block.strip()}' has a weight but no frame")
@@ -296,5 +296,5 @@ def _block(text: str, n: int, where: str) -> tuple[int, int, float]:
     if not start < stop <= n:
         raise ForgefieldError(f"{where}: the block '{text.strip()}' does not lie within the {n} systems 0:{n}")
     if weight < 0:
-        raise ForgefieldError(f"{where}: the block '{text.strip()}' has a negative weight; it should be 0 or more")
+        raise ForgefieldError(f"{where}: the block '{text.strip()}' has a negative weight; it must be 0 or more")
     return start, stop, weight

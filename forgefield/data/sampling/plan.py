@@ -49,10 +49,10 @@ class Budget:
             )
         if self.oversized not in OVERSIZED:
             raise ForgefieldError(
-                f"{self.setting}.oversized is {self.oversized!r}; it should be one of {', '.join(OVERSIZED)}"
+                f"{self.setting}.oversized is {self.oversized!r}; it must be one of {', '.join(OVERSIZED)}"
             )
         if self.bound not in BOUNDS:
-            raise ForgefieldError(f"{self.setting}.bound is {self.bound!r}; it should be one of {', '.join(BOUNDS)}")
+            raise ForgefieldError(f"{self.setting}.bound is {self.bound!r}; it must be one of {', '.join(BOUNDS)}")
         if self.bound == "lower" and self.kind == "frames":
             raise ForgefieldError(f"{self.setting}.bound is for a number of atoms or edges, and frames are given")
         if self.bound == "lower" and self.oversized == "skip":

@@ -169,7 +169,7 @@ def _number(document: dict[str, Any], key: str) -> float | None:
     if value is None:
         return None
     if isinstance(value, (bool, str)) or not math.isfinite(value):
-        raise ValueError(f"{key} is {value!r:.40}; it should be a number")
+        raise ValueError(f"{key} is {value!r:.40}; it must be a number")
     return float(value)
 
 
@@ -177,7 +177,7 @@ def _add_geometry(info: SnapshotInfo, document: dict[str, Any]) -> None:
     grid, atoms, voxel = document.get("grid_dimensions"), document.get("atoms"), document.get("voxel")
     if grid is not None:
         if not isinstance(grid, list) or len(grid) != 3 or any(type(n) is not int or n < 1 for n in grid):
-            raise ValueError(f"grid_dimensions is {grid!r:.60}; it should be three numbers of points")
+            raise ValueError(f"grid_dimensions is {grid!r:.60}; it must be a list of three numbers of points")
         info.grid_shape = (grid[0], grid[1], grid[2])
     if atoms is not None:
         info.numbers = atomic_numbers_of(_plain(atoms["numbers"]), info.source)
@@ -190,7 +190,7 @@ def _add_geometry(info: SnapshotInfo, document: dict[str, Any]) -> None:
 def _finite(value: object, name: str, shape: tuple[int, ...], source: str) -> np.ndarray:
     values = real_numbers(_plain(value), source, name)
     if values.size != math.prod(shape) or not np.isfinite(values).all():
-        raise ValueError(f"{name} should be finite numbers of shape {shape}")
+        raise ValueError(f"{name} must be finite numbers of shape {shape}")
     return values.reshape(shape)
 
 

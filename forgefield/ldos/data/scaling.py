@@ -192,7 +192,7 @@ def check_scaling_kind(name: object, setting: str = "data.points.scaling") -> st
     kind = _ALIASES.get(kind, kind)
     if kind not in KINDS:
         raise ForgefieldError(
-            f"{setting}={name!r} is not known; it should be one of {', '.join(KINDS)}.{did_you_mean(str(name), KINDS)}"
+            f"{setting}={name!r} is not known; it must be one of {', '.join(KINDS)}.{did_you_mean(str(name), KINDS)}"
         )
     return kind
 

@@ -127,5 +127,7 @@ def _divide(remaining: Selection, name: str, count: int, key: int) -> dict[str, 
 
 def _count(n: int, name: str, share: float) -> int:
     if isinstance(share, bool) or not isinstance(share, (int, float)) or not 0 < share < 1 or not math.isfinite(share):
-        raise ForgefieldError(f"data.{name}={share!r} should be snapshots or a fraction of the points between 0 and 1")
+        raise ForgefieldError(
+            f"data.{name} must be snapshots or a fraction of the points between 0 and 1, not {share!r}"
+        )
     return max(1, round(n * share))

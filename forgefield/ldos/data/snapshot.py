@@ -73,8 +73,7 @@ class Snapshot:
             ):
                 raise ForgefieldError(
                     f"{first_source} has {_grid_text(first_grid, first_rows)}, but {second_source} has "
-                    f"{_grid_text(other_grid, other_rows)}; the files of "
-                    "a snapshot should be of one calculation"
+                    f"{_grid_text(other_grid, other_rows)}; the files of a snapshot must be from one calculation"
                 )
         return next((first_grid for _, first_grid, _ in grids if first_grid is not None), None)
 

@@ -115,9 +115,8 @@ def _require_same_columns(snapshots: list[Snapshot]) -> None:
         ):
             if expected != actual:
                 raise ForgefieldError(
-                    f"snapshot {first.name} has {expected} {quantity} per point, snapshot {snapshot.name} has {actual}; all "
-                    "snapshots "
-                    "should be computed with the same settings"
+                    f"snapshot {first.name} has {expected} {quantity} per point, snapshot {snapshot.name} has {actual}; "
+                    "compute all snapshots with the same settings"
                 )
         if snapshot.target != first.target:
             raise ForgefieldError(

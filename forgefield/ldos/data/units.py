@@ -67,7 +67,7 @@ def _canonical_unit(unit: str) -> str:
     """The canonical spelling of a unit: `1/(eV*A^3)` for `1 / (ev Angstrom**3)`, `1/eV/A^3` and so on."""
     name = next((name for name in LDOS_UNITS if _factors(name) == _factors(unit)), None)
     if name is None:
-        raise ForgefieldError(f"{unit!r} is not a unit of an LDOS; it should be one of {', '.join(LDOS_UNITS)}")
+        raise ForgefieldError(f"{unit!r} is not a unit of an LDOS; it must be one of {', '.join(LDOS_UNITS)}")
     return name
 
 
@@ -96,7 +96,7 @@ def target_factor(target: str, unit: str, where: str = "data.points.units") -> f
     name = units.get(_bare(unit))
     if name is None:
         raise ForgefieldError(
-            f"{where}={unit!r} is not a unit of {target}; it should be one of {', '.join(TARGET_UNITS[target])}."
+            f"{where}={unit!r} is not a unit of {target}; it must be one of {', '.join(TARGET_UNITS[target])}."
             f"{did_you_mean(str(unit), TARGET_UNITS[target])}"
         )
     if target == "ldos":
@@ -112,7 +112,7 @@ def require_target(target: str) -> str:
     """Return `target` if it is supported; otherwise raise an error."""
     if target not in STANDARD:
         raise ForgefieldError(
-            f"data.points.target={target!r} is not known; it should be one of {', '.join(STANDARD)}."
+            f"data.points.target={target!r} is not known; it must be one of {', '.join(STANDARD)}."
             f"{did_you_mean(str(target), STANDARD)}"
         )
     return target

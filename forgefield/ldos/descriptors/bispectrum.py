@@ -181,7 +181,7 @@ class Bispectrum:
         """Prepare for `n_points` points; call this before `of`. Compiles the loop used on a CPU if requested or worthwhile."""
         kernel, on_cpu = self.options.kernel, self._weights.device.type == "cpu"
         if kernel == "compiled" and not on_cpu:
-            raise ForgefieldError("kernel='compiled' is for the CPU; on other devices it should be 'auto' or 'torch'")
+            raise ForgefieldError("kernel='compiled' is for the CPU; on other devices it must be 'auto' or 'torch'")
         worth = kernel == "compiled" or (kernel == "auto" and on_cpu and n_points >= _WORTH_COMPILING)
         if self._compiled is None and worth and self._plan.triples:
             rows = tuple((j2 - 1, j1 - 1, j - 1) for j1, j2, j in self._plan.triples)

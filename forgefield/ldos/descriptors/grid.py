@@ -115,7 +115,7 @@ class GridDescriptors:
         structure = self._structure(cell, positions, numbers, pbc, device)
         where = torch.as_tensor(points, dtype=torch.float64, device=structure["cell"].device).detach()
         if where.ndim != 2 or where.shape[1] != 3:
-            raise ForgefieldError(f"points have shape {tuple(where.shape)}; it should be (n, 3): x, y, z of each, A")
+            raise ForgefieldError(f"points have shape {tuple(where.shape)}; it must be (n, 3): x, y, z of each, A")
         return self._compute(where, self._sigma(None), chunk, **structure)
 
     def _sigma(self, default: Callable[[], float] | None) -> float:
@@ -139,10 +139,10 @@ class GridDescriptors:
         cell, positions = (torch.as_tensor(_array(x), dtype=kind, device=device) for x in (cell, positions))
         number = np.asarray(torch.as_tensor(_array(numbers)).cpu()).reshape(-1)
         if cell.shape != (3, 3):
-            raise ForgefieldError(f"cell has shape {tuple(cell.shape)}; it should be (3, 3), one vector per row, A")
+            raise ForgefieldError(f"cell has shape {tuple(cell.shape)}; it must be (3, 3), one vector per row, A")
         if positions.ndim != 2 or positions.shape != (len(number), 3):
             raise ForgefieldError(
-                f"positions have shape {tuple(positions.shape)}; for {len(number)} atomic numbers it should be "
+                f"positions have shape {tuple(positions.shape)}; for {len(number)} atomic numbers it must be "
                 f"({len(number)}, 3)"
             )
         for name, values in (("cell", cell), ("positions", positions)):
@@ -180,7 +180,7 @@ class GridDescriptors:
         pbc: Tensor,
     ) -> Tensor:
         if chunk is not None and chunk < 1:
-            raise ForgefieldError(f"chunk={chunk} is not valid: it should be a number of points, at least 1")
+            raise ForgefieldError(f"chunk must be a number of points, at least 1, not {chunk}")
         if not points.shape[0]:
             return points.new_zeros(0, self.size, dtype=getattr(torch, self.options.precision))
         calculator = self._calculator(points.device, sigma)
@@ -238,9 +238,7 @@ def _array(values: Values) -> Tensor | np.ndarray:
 def _grid_shape(shape: Sequence[int]) -> tuple[int, int, int]:
     integers = [int(n) for n in shape]
     if len(integers) != 3 or min(integers) < 1 or integers != list(shape):
-        raise ForgefieldError(
-            f"grid_shape={list(shape)} is not valid: it should be three numbers of points, such as [18, 18, 27]"
-        )
+        raise ForgefieldError(f"grid_shape must be three numbers of points, such as [18, 18, 27], not {list(shape)}")
     return integers[0], integers[1], integers[2]
 
 

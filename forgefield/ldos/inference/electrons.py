@@ -110,7 +110,9 @@ class ElectronModel:
         if grid is not None and spacing is not None:
             raise ForgefieldError("grid and spacing both set the resolution of the grid; give only one of them.")
         if spacing is not None and not spacing > 0:
-            raise ForgefieldError(f"spacing={spacing}: the distance of grid points is a number of A above 0.")
+            raise ForgefieldError(
+                f"spacing, the distance between grid points, must be a positive length in A, not {spacing}."
+            )
         self.spacing, self.electrons = spacing, electrons
         info = self.run.info
         self.calculation: dict[str, Any] = info.get("calculation", {})

@@ -263,9 +263,7 @@ def _arguments(make: Callable[..., object] | None) -> tuple[list[str], bool]:
 
 def _require_module(module: object, path: str) -> nn.Module:
     if not isinstance(module, nn.Module):
-        raise ForgefieldError(
-            f"model.module: {path} returned a {type(module).__name__}; it should be a torch.nn.Module."
-        )
+        raise ForgefieldError(f"model.module: {path} returned a {type(module).__name__}; it must be a torch.nn.Module.")
     return module
 
 

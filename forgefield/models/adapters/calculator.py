@@ -77,7 +77,7 @@ class CalculatorModel(RegisteredModel[CalculatorOptions]):
         calculator, options = make(**self.options.options), self.options
         if not isinstance(calculator, BaseCalculator):
             raise ForgefieldError(
-                f"model.module: {options.module} returned a {type(calculator).__name__}; it should be an ASE calculator."
+                f"model.module: {options.module} returned a {type(calculator).__name__}; it must be an ASE calculator."
             )
         return calculator
 

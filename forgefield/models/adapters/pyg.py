@@ -1,4 +1,4 @@
-"""Models of PyTorch Geometric, `forward(z, pos, batch)` to an energy per frame, with the edges of the batch.
+"""Models of PyTorch Geometric, `forward(z, pos, batch)` or `forward(data)` to an energy per frame, with the edges of the batch.
 
 Such models search neighbours themselves, only among the atoms of the cell. If they accept edges instead, with lengths or
 vectors, they get those of the batch and see periodic images: SchNet and ViSNet, and any model whose forward takes `edge_index`
@@ -19,6 +19,7 @@ from torch import Tensor, nn
 
 from forgefield.errors import ForgefieldError
 from forgefield.models.adapters.adapter import Adapter, record_input
+from forgefield.models.adapters.graphs import graph_of, reads_images, takes_graph
 from forgefield.models.edges import Batch, EdgeContext
 
 GRAPH_MAKERS = {"RadiusInteractionGraph": False, "Distance": True}
@@ -33,6 +34,15 @@ class Edges(NamedTuple):
     lengths: Tensor
     vectors: Tensor
     is_crossing: Tensor
+
+    def by_name(self) -> dict[str, Tensor]:
+        """The arguments of models that accept edges."""
+        return {
+            "edge_index": self.ends,
+            "edge_weight": self.lengths,
+            "edge_attr": self.lengths.unsqueeze(1),
+            "edge_vec": self.vectors,
+        }
 
 
 class BatchEdges(nn.Module):
@@ -75,6 +85,8 @@ class PyG(Adapter):
 
     def evaluate(self, batch: Batch, edges: EdgeContext) -> tuple[Tensor, Tensor | None]:
         lists = _edges(batch, edges, self.dtype, self.cutoff)
+        if takes_graph(self.module):
+            return self._evaluate_graph(batch, lists)
         replaced = [part for part in self.module.modules() if isinstance(part, BatchEdges)]
         accepts = [
             name for name in inspect.signature(self.module.forward).parameters if name in ("edge_index", *OF_EDGES)
@@ -84,8 +96,7 @@ class PyG(Adapter):
             "pos": batch["positions"].to(self.dtype),
             "batch": batch["frame"],
         }
-        offered = {"edge_index": lists.ends, "edge_weight": lists.lengths, "edge_vec": lists.vectors}
-        offered["edge_attr"] = lists.lengths.unsqueeze(1)
+        offered = lists.by_name()
         arguments |= {name: offered[name] for name in accepts}
         if not replaced and not any(name in OF_EDGES for name in accepts):
             self._refuse_crossing(lists)
@@ -96,6 +107,17 @@ class PyG(Adapter):
             stack.enter_context(_set(replaced, lists))
             stack.enter_context(_neighbours_from(self.module, lists))
             result = self.module(**arguments)
+        return result[0] if isinstance(result, tuple) else result, inputs[0] if inputs else None
+
+    def _evaluate_graph(self, batch: Batch, lists: Edges) -> tuple[Tensor, Tensor | None]:
+        """With one graph object as the only argument."""
+        graph = graph_of(batch, self.numbers.index_select(0, batch["species"]), lists.by_name(), self.dtype)
+        with ExitStack() as stack:
+            inputs = self._record_features(stack)
+            stack.enter_context(_neighbours_from(self.module, lists))
+            result = self.module(graph)
+        if not reads_images(graph):
+            self._refuse_crossing(lists)
         return result[0] if isinstance(result, tuple) else result, inputs[0] if inputs else None
 
     def _record_features(self, stack: ExitStack) -> list[Tensor]:

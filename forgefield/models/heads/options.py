@@ -62,9 +62,7 @@ def check_heads(section: object) -> dict[str, dict[str, object]]:
     """The section `model.heads` as plain dicts; raises for anything that is wrong in it."""
     section = {} if section is None else section
     if not isinstance(section, Mapping):
-        raise ForgefieldError(
-            f"model.heads is {section!r}; it should be a mapping such as {{band_gap: {{hidden: [64]}}}}."
-        )
+        raise ForgefieldError(f"model.heads must be a mapping such as {{band_gap: {{hidden: [64]}}}}, not {section!r}.")
     return {str(name): _check_head(str(name), options) for name, options in section.items()}
 
 
@@ -73,7 +71,7 @@ def _check_head(name: str, section: object) -> dict[str, object]:
     where = f"model.heads.{name}"
     section = {} if section is None else section
     if not isinstance(section, Mapping):
-        raise ForgefieldError(f"{where} is {section!r}; it should be a section with the keys {', '.join(CHOSEN)}.")
+        raise ForgefieldError(f"{where} must be a section with the keys {', '.join(CHOSEN)}, not {section!r}.")
     for key in section:
         if key not in CHOSEN:
             raise ForgefieldError(f"{where}.{key} is not an option of a head.{did_you_mean(str(key), CHOSEN)}")
@@ -81,7 +79,7 @@ def _check_head(name: str, section: object) -> dict[str, object]:
     if not isinstance(hidden, list) or not all(
         isinstance(n, int) and not isinstance(n, bool) and n > 0 for n in hidden
     ):
-        raise ForgefieldError(f"{where}.hidden is {hidden!r}; it should be a list of widths, such as [64, 64].")
+        raise ForgefieldError(f"{where}.hidden must be a list of widths, such as [64, 64], not {hidden!r}.")
     for key, choices in (("activation", ACTIVATIONS), ("norm", NORMS)):
         if key in section and section[key] not in choices:
             raise ForgefieldError(f"{where}.{key} is {section[key]!r}; choose one of {', '.join(choices)}.")
@@ -92,14 +90,14 @@ def _check_head(name: str, section: object) -> dict[str, object]:
 def _check_layers(where: str, section: Mapping[str, object], hidden: Sequence[int]) -> None:
     residual, dropout = section.get("residual", False), section.get("dropout", 0.0)
     if not isinstance(residual, bool):
-        raise ForgefieldError(f"{where}.residual is {residual!r}; it is true or false.")
+        raise ForgefieldError(f"{where}.residual must be true or false, not {residual!r}.")
     if residual and (len(hidden) < 2 or len(set(hidden)) > 1):
         raise ForgefieldError(
             f"{where}.residual needs at least two hidden layers of one width, such as {where}.hidden=[64, 64]; "
             f"hidden is {hidden or HeadOptions().hidden}."
         )
     if isinstance(dropout, bool) or not isinstance(dropout, (int, float)) or not 0 <= dropout < 1:
-        raise ForgefieldError(f"{where}.dropout is {dropout!r}; it is a fraction, from 0 to below 1.")
+        raise ForgefieldError(f"{where}.dropout must be at least 0 and below 1, not {dropout!r}.")
     without = [name for name in ("norm", "dropout") if section.get(name) not in (None, "none", 0, 0.0)]
     if section.get("hidden") == [] and without:
         raise ForgefieldError(f"{where}.{without[0]} is for hidden layers, and {where}.hidden is empty.")

@@ -1,6 +1,8 @@
 """Writes the weights to deploy, `best.safetensors` after every improvement and `last.safetensors` at the end; early stopping.
 
-Both files contain the averaged weights if there is an average. A run is resumed from checkpoints, not from these files.
+Both files contain the averaged weights if there is an average. They are written while the training continues, before any later
+checkpoint; of several improvements in a short time only the last may be written. A run is resumed from checkpoints, not from
+these files.
 """
 
 from __future__ import annotations
@@ -16,7 +18,8 @@ from lightning.pytorch.callbacks import Callback, EarlyStopping
 from forgefield.errors import ForgefieldError
 from forgefield.training.module import training_module
 from forgefield.training.run.checkpoint import early_stopping_key
-from forgefield.weights import digest, read_weights, write_weights
+from forgefield.training.run.writer import BackgroundWriter
+from forgefield.weights import contiguous, digest, read_weights, write_weights
 
 
 class BestModel(Callback):
@@ -24,8 +27,8 @@ class BestModel(Callback):
 
     state_key = "best_model"
 
-    def __init__(self, folder: Path, monitor: str) -> None:
-        self.folder = folder
+    def __init__(self, folder: Path, monitor: str, writer: BackgroundWriter) -> None:
+        self.folder, self.writer = folder, writer
         self.monitor = monitor
         self.best: float | None = None
         self._epochs: int | None = None
@@ -46,6 +49,7 @@ class BestModel(Callback):
         """Write files that do not exist yet. Also called if a finished training was only restored, after a crash."""
         if not trainer.is_global_zero:
             return
+        self.writer.wait()
         if not _contains(self.folder / "last.safetensors", trainer):
             self._write("last", trainer)
         if not (self.folder / "best.safetensors").exists():
@@ -74,8 +78,9 @@ class BestModel(Callback):
             return
         epoch = trainer.current_epoch if self._epochs is None else self._epochs
         about = {"step": trainer.global_step, "epoch": epoch, self.monitor: self.best}
-        state = training_module(trainer.lightning_module).averaged_state()
-        write_weights(self.folder / f"{which}.safetensors", state, about)
+        state = training_module(trainer.lightning_module).averaged_snapshot()
+        path = self.folder / f"{which}.safetensors"
+        self.writer.submit(which, lambda: write_weights(path, contiguous(state.content()), about))
 
 
 def _contains(path: Path, trainer: L.Trainer) -> bool:
@@ -84,7 +89,7 @@ def _contains(path: Path, trainer: L.Trainer) -> bool:
         stored = read_weights(path)
     except ForgefieldError:
         return False
-    state = training_module(trainer.lightning_module).averaged_state()
+    state = contiguous(training_module(trainer.lightning_module).averaged_snapshot().content())
     return stored.about.get("step") == trainer.global_step and stored.sha256 == digest(state)
 
 

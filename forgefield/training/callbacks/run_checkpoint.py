@@ -3,15 +3,18 @@
 Contract. A checkpoint is taken at the start of a batch: everything before it (optimiser step, average, schedulers, validation,
 rows of metrics) is complete, and nothing of the batch has been computed, so that a resumed run repeats and omits nothing. At
 the end of the training one more is written in the same form, as if another batch were about to start. All ranks save and stop
-at the same batch, because they have exchanged their stop requests one batch earlier. Rank 0 writes; the state of single ranks
-(random state, sums) is gathered into the file. With gradient accumulation, checkpoints are taken only at the start of an
-accumulation. This callback must be the first one, because actions of other callbacks at the start of a batch come after the
-checkpoint.
+at the same batch, because they have exchanged their stop requests one batch earlier; the clock of rank 0, which decides when
+the next checkpoint is due, is sent in the same message. Rank 0 copies the state and writes it while the training continues
+(`run/writer.py`); the state of single ranks (random state, sums) is gathered into the file. With gradient accumulation,
+checkpoints are taken only at the start of an accumulation. This callback must be the first one, because actions of other
+callbacks at the start of a batch come after the checkpoint.
 """
 
 from __future__ import annotations
 
 import random
+import time
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -31,6 +34,7 @@ from forgefield.training.options import CheckpointOptions
 from forgefield.training.run.checkpoint import (
     POSITION,
     RANDOM,
+    AtomicCheckpointIO,
     DamagedCheckpoint,
     UnreadableCheckpoint,
     checkpoint_path,
@@ -38,6 +42,7 @@ from forgefield.training.run.checkpoint import (
     prune_checkpoints,
 )
 from forgefield.training.run.signals import StopControl, StopNow, StopRequested
+from forgefield.training.run.writer import BackgroundWriter
 from forgefield.training.trainer import training_loader
 
 
@@ -47,6 +52,7 @@ class RunCheckpoint(Callback):
     folder: of the checkpoints.
     options: the config's `training.checkpoint`.
     stop: requests to stop.
+    writer: writes the checkpoints.
     enabled: whether checkpoints are written.
     limits: the settings that decide when the training ends; stored in the last checkpoint.
     is_done: whether the training has ended already and is only restored.
@@ -58,9 +64,9 @@ class RunCheckpoint(Callback):
         folder: Path,
         options: CheckpointOptions,
         stop: StopControl,
+        writer: BackgroundWriter,
         *,
         ranks: Ranks | None = None,
-        exchange: StepExchange | None = None,
         enabled: bool = True,
         limits: str = "",
         is_done: bool = False,
@@ -68,17 +74,22 @@ class RunCheckpoint(Callback):
         self.enabled = enabled
         self.limits, self.is_done = limits, is_done
         self.ranks = ranks if ranks is not None else single_process()
-        self.exchange = exchange
+        self.exchange: StepExchange | None = None
         self.first_batch = 0
         self.folder = folder
         self.options = options
-        self.stop = stop
+        self.stop, self.writer = stop, writer
+        self._saved_at = time.monotonic()
         self._resumed: dict[str, Any] | None = None
         self._last_saved = -1
         self._previous_step = 0
         """Step at the start of the previous batch."""
         self._finished = False
         self._verified = False
+
+    def flags(self) -> tuple[float, ...]:
+        """What ranks exchange in every batch: the requests to stop of this one, and whether a checkpoint is due by time."""
+        return *self.stop.flags(), float(self.ranks.is_rank_zero and self._is_due_by_time())
 
     # ---- hooks of Lightning
 
@@ -87,18 +98,24 @@ class RunCheckpoint(Callback):
 
     def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         self.stop.on_training_start()
+        self._saved_at = time.monotonic()
 
     def on_train_batch_start(
         self, trainer: L.Trainer, pl_module: L.LightningModule, batch: object, batch_idx: int
     ) -> None:
         self.stop.on_first_batch()
+        self.writer.raise_error()
         if self._resumed is not None:
             self._restore(trainer, self._resumed)
             self._resumed = None
         if batch_idx % trainer.accumulate_grad_batches:
             return
-        request = self.stop.request() if self.exchange is None else self.stop.combined_request(self.exchange.flags())
-        if self._is_due(trainer, batch_idx) or (request is not None and trainer.global_step != self._last_saved):
+        flags = None if self.exchange is None else self.exchange.flags()
+        request = self.stop.request() if flags is None else self.stop.combined_request(flags)
+        by_time = self._is_due_by_time() if flags is None else bool(flags and flags[-1])
+        if self._is_due(trainer, batch_idx, by_time) or (
+            request is not None and trainer.global_step != self._last_saved
+        ):
             self._save(trainer)
         if request is not None:
             raise request
@@ -112,11 +129,18 @@ class RunCheckpoint(Callback):
         self._finished = True
         self._save(trainer)
 
-    def _is_due(self, trainer: L.Trainer, batch_idx: int) -> bool:
+    def _is_due_by_time(self) -> bool:
+        """Whether enough time has passed since the last checkpoint, which has been written."""
+        seconds = self.options.seconds
+        return seconds is not None and time.monotonic() - self._saved_at >= seconds and not self.writer.is_busy
+
+    def _is_due(self, trainer: L.Trainer, batch_idx: int, by_time: bool) -> bool:
         step, previous = trainer.global_step, self._previous_step
         self._previous_step = step
         if step == 0 or step == self._last_saved:
             return False
+        if by_time:
+            return True
         every_steps, every_epochs = self.options.every_steps, self.options.every_epochs
         if every_steps and step // every_steps > previous // every_steps:  # a batch may contain many steps
             return True
@@ -131,12 +155,20 @@ class RunCheckpoint(Callback):
         module.finite_train_loss()
         self._require_equal_weights(module)
         path = checkpoint_path(self.folder, trainer.global_step)
-        trainer.save_checkpoint(path)
-        if trainer.is_global_zero and not self._verified:
-            self._verify(path)
-        self._last_saved = trainer.global_step
+        disk = trainer.strategy.checkpoint_io
         if trainer.is_global_zero:
-            prune_checkpoints(self.folder, self.options.keep)
+            self.writer.wait()  # at most one copy of the state exists at a time
+        with disk.in_background(self.writer) if isinstance(disk, AtomicCheckpointIO) else nullcontext():
+            trainer.save_checkpoint(path)
+        self._last_saved, self._saved_at = trainer.global_step, time.monotonic()
+        if trainer.is_global_zero:
+            self.writer.submit(f"after {path.name}", lambda: self._after_writing(path))
+
+    def _after_writing(self, path: Path) -> None:
+        """Verify the first checkpoint, and delete those that are no longer needed; called by the writer."""
+        if not self._verified:
+            self._verify(path)
+        prune_checkpoints(self.folder, self.options.keep)
 
     def _require_equal_weights(self, module: TrainingModule) -> None:
         """Raise ForgefieldError if ranks have different weights, which are exchanged only at the start of a training."""

@@ -65,10 +65,12 @@ class WeightAverage:
     @torch.no_grad()
     def exchange(self) -> None:
         """Exchange weights and average."""
-        for name, weight in self._weights.items():
-            copy = weight.clone()
-            weight.copy_(self.average[name])
-            self.average[name].copy_(copy)
+        weights: list[Tensor] = list(self._weights.values())
+        averages = [self.average[name] for name in self._weights]
+        copies = [torch.empty_like(weight) for weight in weights]
+        torch._foreach_copy_(copies, weights)
+        torch._foreach_copy_(weights, averages)
+        torch._foreach_copy_(averages, copies)
 
     def to(self, device: torch.device) -> None:
         self.average = {name: tensor.to(device) for name, tensor in self.average.items()}

@@ -145,8 +145,12 @@ def portable_optimiser_states(states: list[dict[str, Any]], optimisers: Sequence
         original = {key: optimiser.defaults[key] for key in _CHANGED if key in optimiser.defaults}
         for group in stored["param_groups"]:
             group.update({key: value for key, value in original.items() if key in group})
-        for number, state in stored["state"].items():
-            stored["state"][number] = state | {name: state[name].cpu().float() for name in _counts(state)}
+        places = [(number, name) for number, state in stored["state"].items() for name in _counts(state)]
+        if not places:
+            continue
+        counts = torch.stack([stored["state"][number][name].double() for number, name in places]).cpu().float()
+        for (number, name), count in zip(places, counts):
+            stored["state"][number] = stored["state"][number] | {name: count.clone()}
 
 
 def _counts(state: dict[str, Any]) -> list[str]:

@@ -13,7 +13,8 @@ import io
 import os
 import re
 import zipfile
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -25,6 +26,7 @@ from forgefield.errors import ForgefieldError
 from forgefield.files import PARTIAL, read_bytes, write_atomically
 from forgefield.formats import VERSION, Format
 from forgefield.parallel.ranks import Ranks
+from forgefield.training.run.writer import BackgroundWriter, Snapshot
 
 if TYPE_CHECKING:
     from torch.serialization import MAP_LOCATION
@@ -202,14 +204,29 @@ class AtomicCheckpointIO(CheckpointIO):
 
     def __init__(self, ranks: Ranks) -> None:
         self.ranks = ranks
+        self._writer: BackgroundWriter | None = None
+
+    @contextmanager
+    def in_background(self, writer: BackgroundWriter) -> Iterator[None]:
+        """Inside the block checkpoints are copied, and written while the training continues."""
+        self._writer = writer
+        try:
+            yield
+        finally:
+            self._writer = None
 
     def save_checkpoint(
         self, checkpoint: dict[str, Any], path: str | os.PathLike[str], storage_options: object = None
     ) -> None:
         if storage_options is not None:
             raise TypeError("storage options are not supported")
-        Path(path).parent.mkdir(parents=True, exist_ok=True)
-        save_checkpoint(Path(path), checkpoint)
+        file = Path(path)
+        file.parent.mkdir(parents=True, exist_ok=True)
+        if self._writer is None:
+            save_checkpoint(file, checkpoint)
+            return
+        snapshot = Snapshot(checkpoint)
+        self._writer.submit(file.name, lambda: save_checkpoint(file, snapshot.content()))
 
     def load_checkpoint(
         self, path: str | os.PathLike[str], map_location: MAP_LOCATION = None, weights_only: bool | None = None

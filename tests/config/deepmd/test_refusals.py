@@ -52,19 +52,19 @@ REFUSED: list[tuple[dict[str, Any], str, str]] = [
     ({"training.systems": ["a"]}, "training.systems", "keep one"),
     ({"loss.use_huber": True, "loss.loss_func": "mae"}, "loss.use_huber", "keep one"),
     # values
-    ({"training.numb_steps": 0}, "training.numb_steps", "a whole number from 1, not 0"),
+    ({"training.numb_steps": 0}, "training.numb_steps", "must be a whole number of at least 1, not 0"),
     ({"training.numb_steps": 1.5}, "training.numb_steps", "a whole number"),
     ({"training.numb_steps": "many"}, "training.numb_steps", "a whole number"),
     ({"training.numb_steps": True}, "training.numb_steps", "a whole number"),
-    ({"learning_rate.start_lr": 0}, "learning_rate.start_lr", "a number above 0"),
-    ({"learning_rate.stop_lr": 1}, "learning_rate.stop_lr", "up to 0.001"),
-    ({"learning_rate.decay_rate": 2}, "learning_rate.decay_rate", "above 0 up to 1"),
+    ({"learning_rate.start_lr": 0}, "learning_rate.start_lr", "a positive number"),
+    ({"learning_rate.stop_lr": 1}, "learning_rate.stop_lr", "between 0 and 0.001"),
+    ({"learning_rate.decay_rate": 2}, "learning_rate.decay_rate", "above 0 and at most 1"),
     ({"learning_rate.warmup_steps": 10**9}, "learning_rate.warmup_steps", "less than the 100000 steps"),
     ({"learning_rate.scale_by_worker": "cube"}, "learning_rate.scale_by_worker", "linear, sqrt or none"),
-    ({"loss.start_pref_e": -1}, "loss.start_pref_e", "from 0"),
+    ({"loss.start_pref_e": -1}, "loss.start_pref_e", "at least 0"),
     ({"loss.huber_delta": [1, 2]}, "loss.huber_delta", "three of them"),
     ({"loss.loss_func": "l3"}, "loss.loss_func", "mse, mae"),
-    ({"model.descriptor.rcut": -1}, "model.descriptor.rcut", "above 0"),
+    ({"model.descriptor.rcut": -1}, "model.descriptor.rcut", "a positive number"),
     ({"model.descriptor.precision": "float16"}, "model.descriptor.precision", "float64 or float32"),
     ({"model.descriptor.sel": "auto:0.5"}, "model.descriptor.sel", "auto:FACTOR"),
     ({"model.type_map": ["O", "O"]}, "model.type_map", "different"),
@@ -84,15 +84,15 @@ REFUSED: list[tuple[dict[str, Any], str, str]] = [
     ({"training.data_dict": {}}, "training.data_dict", "belongs to several models"),
     ({"training.model_prob": {"a": 1}}, "training.model_prob", "belongs to several models"),
     ({"nvnmd": {}}, "nvnmd", "TensorFlow"),
-    ({"model.type": "linear_ener"}, "model.type", "only the standard"),
-    ({"model.type": "DPA4"}, "model.type", "only the standard"),
+    ({"model.type": "linear_ener"}, "model.type", "only DeePMD-kit's standard model"),
+    ({"model.type": "DPA4"}, "model.type", "only DeePMD-kit's standard model"),
     ({"model.type_map": ...}, "model.type_map", "name the element of each atom type"),
     ({"model.type_embedding": {"neuron": [8]}}, "model.type_embedding", "se_atten with attn_layer 0"),
     ({"model.spin": {}}, "model.spin", "magnetic"),
-    ({"model.descriptor.type": "dpa3"}, "model.descriptor.type", "not known here"),
+    ({"model.descriptor.type": "dpa3"}, "model.descriptor.type", "not supported"),
     ({"model.fitting_net.type": "dipole", "loss": ...}, "loss.pref", "is missing"),
     ({"model.fitting_net.type": "property", "loss": ...}, "model.fitting_net.property_name", "is missing"),
-    ({"model.fitting_net.type": "population"}, "model.fitting_net.type", "not known here"),
+    ({"model.fitting_net.type": "population"}, "model.fitting_net.type", "not supported"),
     ({"model.smin_alpha": 0.1}, "model.smin_alpha", "only with 'model.use_srtab'"),
     ({"model.use_srtab": "tab.txt"}, "model.smin_alpha", "needs it"),
     ({"model.bridging_method": "ZBL"}, "model.bridging_method", "model.zbl"),
@@ -103,7 +103,7 @@ REFUSED: list[tuple[dict[str, Any], str, str]] = [
     ({"loss.relative_f": 1.0}, "loss.relative_f", "not divided"),
     ({"loss.f_use_norm": True, "loss.loss_func": "mae"}, "loss.f_use_norm", "by component"),
     ({"loss.enable_atom_ener_coeff": True}, "loss.enable_atom_ener_coeff", "plain sums"),
-    ({"loss.type": "ener_spin"}, "loss.type", "not known here"),
+    ({"loss.type": "ener_spin"}, "loss.type", "not supported"),
     ({"loss.type": "tensor"}, "loss.type", "'model.fitting_net.type' is ener"),
     (
         {"loss": {"start_pref_e": 0, "limit_pref_e": 0, "start_pref_f": 0, "limit_pref_f": 0}},
@@ -162,7 +162,7 @@ def test_refusals_name_file_key_and_reason(changes: dict[str, Any], key: str, sa
         ("[]", "is not an input of DeePMD-kit"),
     ],
 )
-def test_files_that_are_no_inputs(text: str, said: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_files_that_are_not_inputs(text: str, said: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     Path("input.json").write_text(text)
     with pytest.raises(ForgefieldError) as error:

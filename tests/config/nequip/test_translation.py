@@ -154,7 +154,7 @@ def test_allegro_and_custom_type_names(file):
         ("${training_data_stats:per_atom_energy_mean}", "${training_data_stats:forces_rms}", "not an energy per atom"),
         ("run: [train, test]", "run: [test]", "forgefield test RUN"),
         ("nequip.model.NequIPGNNModel", "nequip.model.ModelFromPackage", "forgefield import nequip"),
-        ("ema_decay: 0.9", "ema_decay: 1.5", "'training_module.ema_decay' is a number above 0 below 1, not 1.5"),
+        ("ema_decay: 0.9", "ema_decay: 1.5", "'training_module.ema_decay' must be above 0 and below 1, not 1.5"),
         ("torch.optim.Adam,", "torch.optim.Adan,", "Did you mean 'Adam'"),
         ("r_max: ${cutoff_radius}\n    num", "r_max: '${cutoff_radius_from_package:a.zip}'\n    num", "not opened"),
         ("max_epochs: 2", "overfit_batches: 2", "unknown key 'trainer.overfit_batches'"),

@@ -123,7 +123,7 @@ def test_training_warns_of_lonely_atoms_and_refuses_a_cutoff_with_nothing_in_it(
     assert "warning" not in dict(module.describe())
     with pytest.raises(ForgefieldError, match=r"data\.cutoff=0\.01: no atom has a neighbour within 0\.01 A"):
         read_data(DataOptions(train=data, cutoff=0.01), 0)
-    with pytest.raises(ForgefieldError, match=r"data\.cutoff is 1e\+06; it is a length in A, 100 at most"):
+    with pytest.raises(ForgefieldError, match=r"data\.cutoff must be a length of at most 100 A, not 1e\+06"):
         read_data(DataOptions(train=data, cutoff=1e6), 0)
     positions = np.array([[0, 0, 0], [0, 0, 1.0], [0, 0, 40.0]])
     sparse = [make_frame([1] * 3, positions=positions * (1 + 0.01 * i), energy=-1.0 * i) for i in range(8)]
@@ -182,7 +182,7 @@ def test_data_info_takes_units_per_atom_and_refuses_a_huge_cutoff(tmp_path, caps
     assert main(["data", "info", path, "--energy-unit", "eV/atom"]) == 0
     assert "nothing suspicious" in capsys.readouterr().out
     assert main(["data", "info", path, "--cutoff", "1e6"]) == 2
-    assert "cutoff is 1e+06; it is a length in A" in capsys.readouterr().err
+    assert "cutoff must be a length of at most 100 A, not 1e+06" in capsys.readouterr().err
 
 
 def with_energies(per_atom: np.ndarray) -> list[Frame]:

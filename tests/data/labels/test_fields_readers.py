@@ -81,10 +81,10 @@ def test_extended_xyz_gives_values_of_frames_and_of_atoms(tmp_path):
     [
         (
             {"dipole": {"shape": [4]}},
-            r"a\.xyz, frame 0: dipole has shape \(3,\); according to data\.labels\.fields\.dipole it should be \(4,\)",
+            r"a\.xyz, frame 0: dipole has shape \(3,\); according to data\.labels\.fields\.dipole it must be \(4,\)",
         ),
-        ({"w": {"per": "atom", "shape": [3]}}, r"frame 0: w has shape \(2, 6\); .* it should be \(2, 3\)"),
-        ({"alpha": {"per": "atom", "shape": [3]}}, r"frame 0: alpha has shape \(3, 3\); .* it should be \(2, 3\)"),
+        ({"w": {"per": "atom", "shape": [3]}}, r"frame 0: w has shape \(2, 6\); .* it must be \(2, 3\)"),
+        ({"alpha": {"per": "atom", "shape": [3]}}, r"frame 0: alpha has shape \(3, 3\); .* it must be \(2, 3\)"),
         ({"q": {}}, r"frame 0: q is a value per atom, but .* set data\.labels\.fields\.q\.per=atom"),
         (
             {"x": {"key": "y"}},
@@ -100,7 +100,7 @@ def test_what_does_not_fit_names_frame_and_shapes(tmp_path, fields, message):
 
 
 @pytest.mark.parametrize("value", ["nan", "inf", "blue"])
-def test_what_is_no_number_is_refused(tmp_path, value):
+def test_values_that_are_not_numbers_are_refused(tmp_path, value):
     (tmp_path / "a.xyz").write_text(f"1\ngap={value}\nH 0 0 0\n")
     message = refused(tmp_path / "a.xyz", {"gap": {}})
     assert "a.xyz, frame 0: gap" in message
@@ -252,8 +252,8 @@ def test_systems_of_deepmd_kit(tmp_path, layout):
 def test_an_array_that_deepmd_kit_would_not_take_either_is_refused_with_both_shapes(tmp_path):
     path = write_system(tmp_path / "water", {**arrays(2), "aparam": np.zeros((2, 6)), "fparam": np.zeros((2, 3))})
     message = refused(path, {"aparam": {"per": "atom", "shape": [2]}})
-    assert "frame 0: aparam has shape (6,); according to data.labels.fields.aparam it should be (4, 2)" in message
-    assert "fparam has shape (3,); according to data.labels.fields.fparam it should be (2,)" in refused(
+    assert "frame 0: aparam has shape (6,); according to data.labels.fields.aparam it must be (4, 2)" in message
+    assert "fparam has shape (3,); according to data.labels.fields.fparam it must be (2,)" in refused(
         path, {"fparam": {"shape": [2]}}
     )
     (path / "set.000" / "fparam.npy").unlink()
@@ -280,7 +280,7 @@ def test_values_of_one_species_only(tmp_path, layout):
     lone = write_system(tmp_path / "oxygen", {**arrays(1), "atomic_dipole": np.zeros((1, 12))}, types=[0, 0, 0, 0])
     assert [len(frame.fields) for frame in read([path, lone], {"atomic_dipole": said})] == [1, 1, 0]
     message = refused(path, {"atomic_dipole": {**said, "species": ["O"], "shape": [2]}})
-    assert "it should be (4, 2) or (1, 2)" in message
+    assert "it must be (4, 2) or (1, 2)" in message
 
 
 def test_npz_and_hdf5_columns_are_taken_as_they_stand(tmp_path):
@@ -342,3 +342,36 @@ def test_names_that_are_fields_are_no_longer_other_values(tmp_path):
     list(frames_of(file, reader, UnitOptions()))
     assert reader.other_names() == ["alpha", "dipole", "metal", "q", "site", "w"]
     reader.finish("a.xyz")
+
+
+def test_texts_become_their_positions_and_space_groups_their_numbers(tmp_path):
+    columns = "Properties=species:S:1:pos:R:3:site:S:1"
+    text = f'1\nphase=bcc group="I m -3 m" {columns}\nFe 0 0 0 bulk\n1\nphase=fcc {columns}\nFe 0 0 0 step\n'
+    (tmp_path / "a.xyz").write_text(text)
+    fields = {
+        "phase": {"values": ["fcc", "bcc", "hcp"]},
+        "group": {"values": "space_groups"},
+        "site": {"per": "atom", "values": ["bulk", "step"]},
+    }
+    first, second = read(tmp_path / "a.xyz", fields)
+    assert (first.fields["phase"], second.fields["phase"], first.fields["group"]) == (1, 0, 229)
+    assert (first.fields["site"].tolist(), second.fields["site"].tolist()) == ([0], [1])
+    assert "group" not in second.fields
+    assert "phase is 'bcc', which is not in data.labels.fields.phase.values" in refused(
+        tmp_path / "a.xyz", {"phase": {"values": ["fcc", "hcp"]}}
+    )
+    assert "which is not the symbol of a space group" in refused(
+        tmp_path / "a.xyz", {"phase": {"values": "space_groups"}}
+    )
+    assert "list the texts in data.labels.fields.phase.values" in refused(tmp_path / "a.xyz", {"phase": {}})
+    for wrong in (["fcc"], ["fcc", "fcc"], [1, 2], "space_group"):
+        with pytest.raises(ForgefieldError, match="phase.values' must be a list of different texts, or space_groups"):
+            read(tmp_path / "a.xyz", {"phase": {"values": wrong}})
+
+
+def test_symbols_of_space_groups_have_the_numbers_of_real_crystals(shared):
+    fields = {"number": {"key": "symmetry.number"}, "symbol": {"key": "symmetry.symbol", "values": "space_groups"}}
+    for name in ("materials_project", "nomad", "carolina_db"):
+        frames = read(shared / "matsciml_lmdb" / name, fields)
+        assert [frame.fields["symbol"] for frame in frames] == [frame.fields["number"] for frame in frames]
+        assert len({float(frame.fields["number"]) for frame in frames}) > 1

@@ -156,11 +156,11 @@ def test_ties_among_equally_near_neighbours_go_by_the_order_of_the_list():
 @pytest.mark.parametrize(
     ("options", "sentence"),
     [
-        ({"cutoff": 0.0}, r"data\.cutoff is 0\.0"),
-        ({"cutoff": float("nan")}, r"data\.cutoff is nan"),
+        ({"cutoff": 0.0}, r"data\.cutoff must be a positive length in A, not 0\.0"),
+        ({"cutoff": float("nan")}, r"data\.cutoff must be .*, not nan"),
         ({"cutoff": 4.0, "neighbours": "ase"}, r"data\.neighbours=ase.*vesin"),
-        ({"cutoff": 4.0, "adaptive_cutoff": 4.0}, r"data\.adaptive_cutoff is 4\.0.*above data\.cutoff=4"),
-        ({"cutoff": 4.0, "max_neighbours": 0}, r"data\.max_neighbours is 0"),
+        ({"cutoff": 4.0, "adaptive_cutoff": 4.0}, r"data\.adaptive_cutoff must be .*above data\.cutoff=4, not 4\.0"),
+        ({"cutoff": 4.0, "max_neighbours": 0}, r"data\.max_neighbours must be at least 1, not 0"),
         ({"cutoff": 4.0, "max_neighbours": 9, "adaptive_cutoff": 5.0}, "cannot be used together"),
     ],
 )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -12,8 +13,16 @@ from ase.neighborlist import neighbor_list
 
 from forgefield.data.batch import batch_from_frames
 from forgefield.data.frame import Frame
+from forgefield.data.labels.fields import Field
 from forgefield.data.neighbours.graph import GraphOptions
-from forgefield.data.neighbours.interop import from_pyg, graph_from_point_clouds, point_clouds, to_dgl, to_pyg
+from forgefield.data.neighbours.interop import (
+    from_dgl,
+    from_pyg,
+    graph_from_point_clouds,
+    point_clouds,
+    to_dgl,
+    to_pyg,
+)
 from forgefield.data.species import SpeciesTable
 from forgefield.errors import ForgefieldError
 
@@ -132,6 +141,39 @@ def test_dgl_graphs_have_the_periodic_distances_of_ase(batch, frames):
     source, destination = graph.edges()
     again = graph.ndata["pos"][source] + graph.edata["shift_vec"] - graph.ndata["pos"][destination]
     torch.testing.assert_close(again, graph.edata["edge_vec"], rtol=0, atol=1e-12)
+
+
+def test_dgl_and_back_is_the_same_batch(batch):
+    pytest.importorskip("dgl")
+    graph, per_frame = to_dgl(batch, SPECIES)
+    assert_same_batch(from_dgl(graph, SPECIES, per_frame), batch)
+    del graph.edata["edge_shift"]
+    with pytest.raises(ForgefieldError, match="DGL graph has a cell but no edge_shift"):
+        from_dgl(graph, SPECIES, per_frame)
+    del graph.ndata["z"]
+    with pytest.raises(ForgefieldError, match="has no node data z"):
+        from_dgl(graph, SPECIES, per_frame)
+
+
+def test_fields_go_along_both_ways(frames):
+    pytest.importorskip("torch_geometric")
+    pytest.importorskip("dgl")
+    rng = np.random.default_rng(1)
+    labelled = [
+        replace(frame, fields={"gap": np.array(rng.normal()), "charge": rng.normal(size=len(frame))},
+                per_atom=frozenset(["charge"]))
+        for frame in frames
+    ]  # fmt: skip
+    fields = {"gap": Field("frame", ()), "charge": Field("atom", ())}
+    batch = batch_from_frames(labelled, SPECIES, GraphOptions(CUTOFF))
+    assert {"gap", "charge"} <= batch.keys()
+    assert_same_batch(from_pyg(to_pyg(batch, SPECIES, fields), SPECIES, fields), batch)
+    graph, per_frame = to_dgl(batch, SPECIES, fields)
+    assert_same_batch(from_dgl(graph, SPECIES, per_frame, fields), batch)
+    without = from_dgl(graph, SPECIES, {k: v for k, v in per_frame.items() if k != "gap"}, fields)
+    assert without["gap"].isnan().all()
+    with pytest.raises(ForgefieldError, match=r"gap of shape \[4\]; with 12 atoms and 4 frames it should be \[4, 2\]"):
+        from_dgl(graph, SPECIES, per_frame, {"gap": Field("frame", (2,))})
 
 
 @pytest.mark.parametrize(("export", "module"), [(to_pyg, "torch_geometric.data"), (to_dgl, "dgl")])

@@ -62,7 +62,7 @@ def test_systems_are_found_at_any_depth_in_sorted_order(tmp_path):
     assert [f.path for f in source_files(str(tmp_path / "**"))] == [f.path for f in source_files(tmp_path)]
 
 
-def test_text_arrays_beside_type_raw(tmp_path):
+def test_text_arrays_next_to_type_raw(tmp_path):
     columns = arrays(130)
     path = write_system(tmp_path / "old")
     for name, values in columns.items():
@@ -153,7 +153,7 @@ def broken(columns, name, values):
     ("name", "values", "message"),
     [
         ("coord", None, "there is no coord here"),
-        ("coord", np.zeros((3, 9)), r"coord has 9 numbers a frame; with the 4 atoms of type\.raw it should be 12"),
+        ("coord", np.zeros((3, 9)), r"coord has 9 numbers a frame; with the 4 atoms of type\.raw it must be 12"),
         ("force", np.zeros((2, 12)), r"force has shape \(2, 12\), but coord has 3 frames"),
         ("force", np.zeros((3, 9)), "force has 9 numbers a frame"),
         ("energy", np.zeros((3, 2)), "energy has 2 numbers a frame"),

@@ -18,8 +18,7 @@ import numpy as np
 import pytest
 import torch
 
-from forgefield.data.readers import chunks, read_frames, source_files
-from forgefield.data.readers import lmdb as aselmdb
+from forgefield.data.readers import aselmdb, chunks, read_frames, source_files
 from forgefield.errors import ForgefieldError
 from forgefield.untrusted.safe_pickle import RefusedPickle, safe_loads
 
@@ -250,7 +249,7 @@ def test_ids_of_an_ase_lmdb_are_whole_numbers(tmp_path, key, value):
     path = write_rows(tmp_path / "a.aselmdb", {"1": ROW, key: value})
     with pytest.raises(ForgefieldError, match=rf"a\.aselmdb, {key}: it should hold whole numbers"):
         read_frames(path)
-    with pytest.raises(ForgefieldError, match=r"the id of a row should be below 2\*\*63"):
+    with pytest.raises(ForgefieldError, match=r"the id of a row must be below 2\*\*63"):
         read_frames(write_rows(tmp_path / "b.aselmdb", {"9" * 30: ROW}))
 
 

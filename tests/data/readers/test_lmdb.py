@@ -111,7 +111,7 @@ def test_a_pickle_cannot_change_what_it_may_call():
 
 @pytest.mark.parametrize("data", [b"", b"\x80", b"\x80\x04.", b"not a pickle", b"\x81\xa3abc\x01"])
 def test_damaged_values_are_refused(tmp_path, data):
-    with pytest.raises(ForgefieldError, match=r"frame 0 \(key 0\): (its value is refused|a sample should be)"):
+    with pytest.raises(ForgefieldError, match=r"frame 0 \(key 0\): (its value is refused|a sample must be)"):
         read_frames(write_lmdb(tmp_path / "a.lmdb", {"0": data or b"\x00"}))
 
 

@@ -283,8 +283,8 @@ ATOMS = "H 0 0 0 1 2 3\nH 0 0 1 1 2 3\n"
         ("a.xyz", f"2\n{GOOD.replace('energy=1', 'stress=&1 2 3 4&'.replace('&', chr(34)))}{ATOMS}", r"shape \(4,\)"),
         ("a.xyz", f"2\n{GOOD.replace('4 0 0 0 4 0 0 0 4', '4 0 0 0 4 0 0 0 0')}{ATOMS}", "along xyz.*no volume"),
         ("a.xyz", f"2\n{GOOD.replace('4 0 0 0 4 0 0 0 4', '4 0 0 8 0 0 0 0 4')}{ATOMS}", "along xyz.*no volume"),
-        ("a.xyz", f"2\n{GOOD.replace('0 4 0 0', '0 4 0')}{ATOMS}", "should be nine numbers"),
-        ("a.xyz", f"2\n{GOOD.replace('T T T', 'T T')}{ATOMS}", "should be three of T and F"),
+        ("a.xyz", f"2\n{GOOD.replace('0 4 0 0', '0 4 0')}{ATOMS}", "must be nine numbers"),
+        ("a.xyz", f"2\n{GOOD.replace('T T T', 'T T')}{ATOMS}", "must be three of T and F"),
         ("a.xyz", f"2\n{GOOD}{ATOMS.replace('H 0 0 1', 'Hx 0 0 1')}", "frame 0: 'Hx' is not a chemical element"),
         ("a.xyz", f"2\n{GOOD.replace('energy', 'weight=-1 energy')}{ATOMS}", "weights should not be negative"),
         ("a.npz", "not a zip", "a.npz: it could not be read as npz"),
@@ -294,7 +294,7 @@ ATOMS = "H 0 0 0 1 2 3\nH 0 0 1 1 2 3\n"
         ("a.strange", "what is this", "a.strange: its format is not known"),
     ],
 )  # fmt: skip
-def test_bad_input_is_one_clear_sentence(tmp_path, name, text, message):
+def test_bad_input_is_one_clear_error(tmp_path, name, text, message):
     path = write(tmp_path, name, text)
     with pytest.raises(ForgefieldError, match=message) as error:
         read_frames(path)
@@ -334,7 +334,7 @@ def test_pickles_are_never_read(tmp_path):
 
 @pytest.mark.skipif(not hasattr(os, "seteuid"), reason="needs POSIX users")
 @pytest.mark.parametrize("name", ["a.xyz", "a.npz", "a.db", "a.traj"])
-def test_no_permission_is_said(name):
+def test_no_permission_is_reported(name):
     folder = Path(tempfile.mkdtemp())
     folder.chmod(0o755)
     path = write(folder, name, f"2\n{GOOD}{ATOMS}")

@@ -18,8 +18,7 @@ import pytest
 
 from forgefield.data.labels.label_reader import LabelReader
 from forgefield.data.options import LabelOptions, UnitOptions
-from forgefield.data.readers import SourceFile, chunks, frame_count, frames_of, source_files
-from forgefield.data.readers import lmdb as aselmdb
+from forgefield.data.readers import SourceFile, aselmdb, chunks, frame_count, frames_of, source_files
 from forgefield.data.readers import lmdb_files as lmdb_files
 from forgefield.data.readers.text import TextRows
 from forgefield.data.store.convert import convert

@@ -299,7 +299,7 @@ def test_shares_weights_and_entries_are_carried(tmp_path):
 @pytest.mark.parametrize("share", [-1, "much", True, float("nan"), float("inf")])
 def test_a_share_is_a_number_that_is_not_negative(tmp_path, share):
     (tmp_path / "a.xyz").write_text("1\n\nH 0 0 0\n")
-    with pytest.raises(ForgefieldError, match=r"the share of .*a\.xyz is .*; it should be a number, not negative"):
+    with pytest.raises(ForgefieldError, match=r"the share of .*a\.xyz is .*; it must be a number of at least 0"):
         source_files({"path": str(tmp_path / "a.xyz"), "share": share})
 
 
@@ -376,7 +376,7 @@ def test_a_store_is_a_source_like_any_other(tmp_path):
     "name",
     ["a.h5", "a.lmdb", "a.aselmdb", "system/type.raw", "system/set.000/coord.npy", "system/set.000", "deep/below"],
 )
-def test_no_permission_is_said(name):
+def test_no_permission_is_reported(name):
     folder = Path(tempfile.mkdtemp())
     (folder / "system" / "set.000").mkdir(parents=True)
     (folder / "deep" / "below").mkdir(parents=True)

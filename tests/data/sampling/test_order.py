@@ -83,7 +83,7 @@ def test_no_row_is_drawn_again_before_all_of_its_system_were(case, seed, epoch):
 
 
 @given(case=cases(), seed=SEEDS, epochs=st.lists(EPOCHS, min_size=2, max_size=5, unique=True))
-def test_an_epoch_is_the_same_whatever_was_asked_before(case, seed, epochs):
+def test_an_epoch_is_the_same_whatever_was_requested_before(case, seed, epochs):
     used = WeightedDraws(*case, seed)
     forwards = [used.rows(epoch) for epoch in epochs]
     backwards = [used.rows(epoch) for epoch in reversed(epochs)]
@@ -135,7 +135,7 @@ def test_a_hundred_thousand_systems_are_drawn_to_within_one_of_their_share():
 def test_draws_refuse_what_cannot_be_drawn():
     with pytest.raises(ForgefieldError, match=r"system 1, counted from 0, .* probability 0\.5 but has no frame"):
         WeightedDraws(np.array([0, 0]), np.array([0.5, 0.5]), 4)
-    with pytest.raises(ForgefieldError, match="0 draws"):
+    with pytest.raises(ForgefieldError, match="at least one draw, not 0"):
         WeightedDraws(np.array([0, 0]), np.array([1.0]), 0)
     with pytest.raises(ValueError, match=r"systems 0\.\.2; there are 2"):
         WeightedDraws(np.array([0, 2]), np.array([0.5, 0.5]), 4)
@@ -187,12 +187,12 @@ def test_shares_are_kept_and_the_rest_follows_the_rule(rule, shares, expected):
 @pytest.mark.parametrize(
     ("rule", "shares", "message"),
     [
-        ("prob_size", None, r"data\.sampling='prob_size' is not known; it should be uniform, size"),
-        (3, None, r"data\.sampling=3 is not known"),
+        ("prob_size", None, r"data\.sampling='prob_size' is not a rule; it must be uniform, size"),
+        (3, None, r"data\.sampling=3 is not a rule"),
         ([0.5, 0.5], None, "has 2 numbers for 5 systems"),
         ([0, 0, 0, 0, 0], None, "all systems would have probability 0"),
-        ([1, 2, "x", 4, 5], None, "should be finite numbers"),
-        ([1, 2, float("nan"), 4, 5], None, "should be finite numbers"),
+        ([1, 2, "x", 4, 5], None, "must be a list of finite numbers"),
+        ([1, 2, float("nan"), 4, 5], None, "must be a list of finite numbers"),
         ([0.5, 0.5, -1, -1, 0], None, "add up to 1 and leave nothing for the 2 systems"),
         ([0.9, 0.5, -1, 0, 0], None, r"add up to 1\.4"),
         ("prob_sys_size;0:2:0.5", None, "system 2 is in no block"),
@@ -204,7 +204,7 @@ def test_shares_are_kept_and_the_rest_follows_the_rule(rule, shares, expected):
         ("prob_sys_size;0:5:inf", None, "'0:5:inf' is not a block"),
         ("prob_sys_size;0:2:-1;2:5:2", None, "'0:2:-1' has a negative weight"),
         ("prob_sys_size;0:2:0;2:5:0", None, "all systems would have probability 0"),
-        ("prob_uniform;0:2:0.5;2:5:0.5", None, "is not known"),
+        ("prob_uniform;0:2:0.5;2:5:0.5", None, "is not a rule"),
         ("size", [None, -0.5, None, None, None], r"share=-0\.5 of system 1"),
         ("size", [0.5, 0.5, None, None, None], "leave nothing for the 3 systems"),
         ("size", [0.5, None], "share has 2 numbers for 5 systems"),

@@ -96,7 +96,7 @@ def test_taking_an_epoch_up_on_as_many_ranks_changes_nothing(case, data):
 
 
 @given(case=plans(), data=st.data())
-def test_a_share_is_the_same_whatever_was_asked_before(case, data):
+def test_a_share_is_the_same_whatever_was_requested_before(case, data):
     _, plan = case
     expected = shares(plan)
     asked = [(step, rank) for step in range(len(plan)) for rank in range(plan.world_size)]
@@ -275,7 +275,7 @@ def test_frames_alike_make_the_batches_of_deepmd_kits_rules(rule, expected, rank
 
 
 def test_budgets_that_make_no_sense_are_refused():
-    with pytest.raises(ForgefieldError, match=r"data\.batch\.bound is 'least'; it should be one of upper, lower"):
+    with pytest.raises(ForgefieldError, match=r"data\.batch\.bound is 'least'; it must be one of upper, lower"):
         Budget("atoms", 3, bound="least")
     with pytest.raises(ForgefieldError, match=r"data\.batch\.bound is for a number of atoms or edges"):
         Budget("frames", 3, bound="lower")
@@ -286,7 +286,7 @@ def test_budgets_that_make_no_sense_are_refused():
             Budget("edges", size)
     with pytest.raises(ForgefieldError, match=r"data\.eval_batch\.grams is not known; .* frames, atoms, edges"):
         Budget("grams", 3, setting="data.eval_batch")
-    with pytest.raises(ForgefieldError, match=r"oversized is 'drop'; it should be one of error, alone, skip"):
+    with pytest.raises(ForgefieldError, match=r"oversized is 'drop'; it must be one of error, alone, skip"):
         Budget("atoms", 3, "drop")
     assert Budget("atoms", np.int64(5)).size == 5
 

@@ -97,7 +97,7 @@ def test_an_xsf_grid_is_cut_where_it_repeats_itself(tmp_path):
         (["data", "cubes", "temp*.cube", "-o", "a.out.npy"], "no file matches"),
         (["data", "cubes", "tmp1.cube", "-o", "a.out.npy", "--units", "1/(eV*B^3)"], "is not a unit of ldos"),
         (["data", "cubes", "tmp1.cube", "odd9.cube", "-o", "a.out.npy"], "level 2, 3, 4, 5, 6, 7, 8 is missing"),
-        (["data", "cubes", "odd1.cube", "odd2.cube", "-o", "a.out.npy"], "all levels should be of one calculation"),
+        (["data", "cubes", "odd1.cube", "odd2.cube", "-o", "a.out.npy"], "all levels must be from one calculation"),
         (["data", "cubes", "cut.cube", "-o", "a.out.npy"], "truncated"),
         (["data", "cubes", "tmp1.cube", "-o", "a.npz"], "a name with this ending"),
     ],

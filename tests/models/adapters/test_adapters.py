@@ -45,6 +45,7 @@ SECTIONS: dict[str, dict[str, Any]] = {
     "DimeNet++": {"name": "pyg", "module": f"{PYG}DimeNetPlusPlus", "options": DIMENET},
     "ViSNet": {"name": "pyg", "module": f"{PYG}ViSNet", "options": VISNET, "features": "prior_model"},
     "factory": {"name": "ase_like", "module": f"{HERE}make_structure"},
+    "graph": {"name": "pyg", "module": f"{HERE}GraphModel", "features": "out"},
     "dict": {"name": "mace_like", "module": f"{HERE}Dictionary", "features": "node_feats"},
     "dict of frames": {"name": "mace_like", "module": f"{HERE}Dictionary", "options": {"whole": True}},
     "structure": {"name": "ase_like", "module": f"{HERE}Structure", "features": "density"},
@@ -67,7 +68,7 @@ def failing(potential: Potential, *frames: Any) -> set[str]:
     return {result.name for result in results if not result.passed}
 
 
-@pytest.mark.parametrize("name", ["SchNet", "dict", "dict of frames", "structure", "factory"])
+@pytest.mark.parametrize("name", ["SchNet", "graph", "dict", "dict of frames", "structure", "factory"])
 def test_periodic_frames_keep_every_law(name):
     """A cell smaller than the cutoff's sphere; energies, and a head on the features where there are some."""
     heads = {"gap": {"reduce": "mean"}} if "features" in SECTIONS[name] else None
@@ -116,6 +117,16 @@ def test_a_model_of_open_frames_is_right_there_and_refuses_periodic_ones():
     with pytest.raises(
         ForgefieldError, match=r"DimeNetPlusPlus computes distances between the atoms of a cell without periodic"
     ):
+        potential(make_batch(make_frame(4, box=3.5)))
+
+
+def test_a_graph_model_without_images_is_right_for_molecules_and_refused_for_crystals():
+    pytest.importorskip("torch_geometric")
+    section = {"name": "pyg", "module": f"{HERE}GraphModel", "options": {"images": False}}
+    potential = build_model(resolved(section), precision="float64", seed=1, trust=CONFIG).eval()
+    molecule = make_batch(make_frame(4, seed=3, periodic=False))
+    torch.testing.assert_close(potential(molecule)["energy"], potential_of("graph")(molecule)["energy"])
+    with pytest.raises(ForgefieldError, match=r"GraphModel computes distances between the atoms of a cell without"):
         potential(make_batch(make_frame(4, box=3.5)))
 
 
@@ -207,7 +218,7 @@ def test_calculator_knows_which_axes_are_periodic():
         ),
         (
             {"name": "pyg", "module": f"{HERE}lying_factory"},
-            r"lying_factory returned a int; it should be a torch\.nn\.Module",
+            r"lying_factory returned a int; it must be a torch\.nn\.Module",
         ),
         (
             {"name": "ase_like", "module": "subprocess.check_call"},

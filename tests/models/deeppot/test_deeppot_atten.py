@@ -216,7 +216,7 @@ def test_empty_slots_matter():
 
 
 @pytest.mark.parametrize("name", ["smooth", "stripped", "v2", "without directions", "with exclusions"])
-def test_turns_with_the_frame(name):
+def test_is_equivariant(name):
     descriptor, frame = make_descriptor(**VARIANTS[name]), make_frame(6, seed=4)
     turn = np.linalg.qr(np.random.default_rng(0).normal(size=(3, 3)))[0]
     turned = dataclasses.replace(frame, positions=frame.positions @ turn.T + 0.7, cell=frame.cell @ turn.T)
@@ -352,8 +352,8 @@ def test_too_few_slots_are_refused_with_the_number_that_is_needed():
         ({"tebd_input_mode": "add"}, "tebd_input_mode is 'add'; choose one of concat, strip"),
         ({"sel": 0}, "sel is 0"),
         ({"sel": "many"}, "sel is 'many'"),
-        ({"attn_layer": -1}, "attn_layer is -1; it must be at least 0"),
-        ({"ln_eps": 0.0}, "ln_eps is 0.0; it must be a positive number"),
+        ({"attn_layer": -1}, "attn_layer must be at least 0, not -1"),
+        ({"ln_eps": 0.0}, "ln_eps must be a positive number, not 0.0"),
         ({"axis_neuron": 9}, "axis_neuron is 9"),
         ({"use_econf_tebd": True, "species": ("H", "X")}, "'X' is not an element"),
         ({"max_neighbours": None}, "max_neighbours is not set and there is no training data"),
@@ -396,7 +396,7 @@ def test_form_of_deepmd_and_back_is_the_same_descriptor(name):
     assert again.options.precision == "float64"
 
 
-def test_what_deepmd_has_no_words_for_is_refused():
+def test_models_that_deepmd_cannot_represent_are_refused():
     with pytest.raises(ForgefieldError, match="trained without model.descriptor.sel"):
         attention_tree(make_descriptor())
     with pytest.raises(ForgefieldError, match="attn_mask"):

@@ -40,7 +40,7 @@ def predictor(name: str = "nequip", heads: Any = None, facts: Any = FACTS, **kno
 
 
 @pytest.mark.parametrize("name", SMALL)
-def test_vectors_and_tensors_turn_with_the_structure_and_numbers_do_not(name):
+def test_vectors_and_tensors_are_equivariant_and_scalars_invariant(name):
     model, frame = predictor(name), make_frame(6)
     expected = values(model, frame)
     turn, _ = np.linalg.qr(np.random.default_rng(0).standard_normal((3, 3)))
@@ -142,13 +142,13 @@ def test_layers_are_what_a_plain_network_of_torch_gives():
         ({"norm": "batch"}, r"model\.heads\.gap\.norm is 'batch'; choose one of none, layer"),
         ({"residual": True}, r"residual needs at least two hidden layers of one width"),
         ({"residual": True, "hidden": [8, 4]}, r"residual needs at least two hidden layers of one width"),
-        ({"residual": 1}, r"residual is 1; it is true or false"),
-        ({"dropout": 1.0}, r"dropout is 1.0; it is a fraction"),
+        ({"residual": 1}, r"residual must be true or false, not 1"),
+        ({"dropout": 1.0}, r"dropout must be at least 0 and below 1, not 1.0"),
         ({"dropout": 0.1, "hidden": []}, r"dropout is for hidden layers"),
         ({"dropuot": 0.1}, r"Did you mean 'dropout'"),
     ],
 )
-def test_layers_that_cannot_be_are_refused(given, sentence):
+def test_invalid_layers_are_refused(given, sentence):
     with pytest.raises(ForgefieldError, match=sentence):
         predictor(heads={"gap": given}, facts={"gap": {}})
 

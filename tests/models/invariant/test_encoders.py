@@ -96,7 +96,7 @@ def test_one_trace_of_the_step_serves_every_size(name, form, layers):
 
 
 @pytest.mark.parametrize("name", ["painn", "egnn"])
-def test_vectors_turn_with_the_structure_and_come_with_the_features_of_the_same_pass(name):
+def test_vectors_are_equivariant_and_come_with_the_features_of_the_same_pass(name):
     model, frame = potential_of(name).model, make_frame(5)
     turn, _ = np.linalg.qr(np.random.default_rng(0).standard_normal((3, 3)))
     turned = dataclasses.replace(frame, positions=frame.positions @ turn.T + 0.3, cell=frame.cell @ turn.T)
@@ -127,7 +127,7 @@ def with_vectors(batch: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     ("given", "sentence"),
     [
         ({"name": "schnet", "num_gaussian": 3}, r"model\.num_gaussian is not .* Did you mean 'num_gaussians'"),
-        ({"name": "schnet", "num_gaussians": 1}, r"model\.num_gaussians is 1; it must be at least 2"),
+        ({"name": "schnet", "num_gaussians": 1}, r"model\.num_gaussians must be at least 2, not 1"),
         ({"name": "painn", "envelope": "hard"}, r"model\.envelope is 'hard'; choose one of polynomial, cosine"),
         ({"name": "egnn", "preset": "XXL"}, r"model\.preset is 'XXL'; choose one of S, M, L"),
         ({"name": "cgcnn", "energy_scales": -1.0}, r"model\.energy_scales is -1\.0; it must be positive"),

@@ -64,7 +64,9 @@ def test_code_in_a_checkpoint_is_not_executed(tmp_path, monkeypatch):
 
 
 def test_damaged_checkpoint_falls_back_to_the_previous_one_and_says_so(tmp_path, capsys):
-    config = tiny_config(tmp_path, training={"lr": 0.01, "ema": 0.9, "tensorboard": 0, "checkpoint": {"keep": 3}})
+    config = tiny_config(
+        tmp_path, training={"lr": 0.01, "ema": 0.9, "tensorboard": 0, "checkpoint": {"keep": 3, "every_epochs": 1}}
+    )
     run = train_only(config)
     newest, previous = list_checkpoints(run.checkpoints)[:2]
     newest.write_bytes(newest.read_bytes()[:-50])
