@@ -2,9 +2,9 @@
 
     python benchmarks/ensembles.py [--size 4] [--epochs 60] [--data FILE] [--out FOLDER] [--mps] [key=value ...]
 
-The case is that of `benchmarks/training.py`: NequIP (4 layers, l_max 2, 64 features), frames of 27 atoms in batches of 5. Times are
-the wall clock of the whole command, and that of the epochs alone (timing.csv; the longest member, or the sum where members are
-trained one after another). `--mps`: also side by side with NVIDIA's multi-process service. `key=value` overrides the config.
+The case is that of `benchmarks/training.py`: NequIP (4 layers, l_max 2, 64 features), frames of 27 atoms in batches of 5. Times
+are the wall clock of the whole command, and that of the epochs alone (timing.csv; that of the longest member, or the sum of all
+if they are trained one after another). `--mps`: also side by side with NVIDIA's multi-process service. `key=value` overrides the config.
 """
 
 from __future__ import annotations
@@ -61,7 +61,11 @@ def main() -> None:
         ("first", None, {}),
         ("one", None, {}),
         ("together", {"size": size, "together": size}, {}),
-        *([("mps", {"size": size, "together": size}, {"CUDA_MPS_PIPE_DIRECTORY": "/tmp/mps"})] if arguments.mps else []),
+        *(
+            [("mps", {"size": size, "together": size}, {"CUDA_MPS_PIPE_DIRECTORY": "/tmp/mps"})]
+            if arguments.mps
+            else []
+        ),
         ("in_turn", {"size": size, "together": 1}, {}),
     ]
     print(f"{'case':10} {'command, s':>12} {'epochs, s':>12} {'of one':>8}   epochs of the members, s", flush=True)
@@ -75,7 +79,12 @@ def main() -> None:
         try:
             wall, seconds = train(case, folder, overrides, **variables)
         except (OSError, subprocess.SubprocessError) as error:
-            print(f"{name:10} failed: {error}", *(folder / f"{name}.log").read_text().splitlines()[-5:], sep="\n", flush=True)
+            print(
+                f"{name:10} failed: {error}",
+                *(folder / f"{name}.log").read_text().splitlines()[-5:],
+                sep="\n",
+                flush=True,
+            )
             continue
         total = sum(seconds) if name == "in_turn" else max(seconds)
         single = total if name == "one" else single
