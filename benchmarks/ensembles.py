@@ -3,8 +3,9 @@
     python benchmarks/ensembles.py [--size 4] [--epochs 60] [--data FILE] [--out FOLDER] [--mps] [key=value ...]
 
 The case is that of `benchmarks/training.py`: NequIP (4 layers, l_max 2, 64 features), frames of 27 atoms in batches of 5. Times
-are the wall clock of the whole command, and that of the epochs alone (timing.csv; that of the longest member, or the sum of all
-if they are trained one after another). `--mps`: also side by side with NVIDIA's multi-process service. `key=value` overrides the config.
+are the wall clock of the whole command, and that of the epochs alone (timing.csv; the longest member, or the sum of all members
+if they are trained in turn). `--mps`: also side by side with NVIDIA's multi-process service. `key=value` overrides the
+config.
 """
 
 from __future__ import annotations
