@@ -173,7 +173,7 @@ def test_known_numbers_are_a_reference(tmp_path):
         ({"suite": "crystal", "structures": bulk("Ni")}, "Ni"),
         ({"suite": "liquid"}, "--structures FILE"),
         ({"reference": "ase.calculators.emt.EMTT"}, "EMTT"),
-        ({"temperature": -1}, "'temperature' is a positive number"),
+        ({"temperature": -1}, "'temperature' must be a positive number"),
     ],
     ids=["only", "periodic", "species", "structures", "reference", "temperature"],
 )

@@ -175,12 +175,12 @@ def test_commands_label_in_jobs_and_are_not_repeated(tmp_path, monkeypatch):
     ("changes", "message"),
     [
         ({"explore": {"temprature": [1]}}, "unknown key 'explore.temprature'. Did you mean 'temperatures'"),
-        ({"explore": {"temperatures": [-300]}}, "'explore.temperatures' is a positive number"),
+        ({"explore": {"temperatures": [-300]}}, "'explore.temperatures' must be a positive number"),
         ({"label": {"command": "run {input} {output}"}}, "needs either a calculator or a command"),
         ({"label": {"calculator": None, "command": "run.sh"}}, "a command with {input} and {output}"),
         ({"label": {"sbatch": ["--time=1"]}}, "'label.sbatch' applies to label.command"),
         ({"explore": {"limit": 1e-12}}, "larger than explore.threshold"),
-        ({"start": "best"}, "'start' is weights or scratch"),
+        ({"start": "best"}, "'start' must be weights or scratch"),
     ],
     ids=["key", "temperature", "both", "placeholders", "sbatch", "limit", "choice"],
 )
