@@ -29,7 +29,7 @@ from forgefield.data.readers import frames_with_values, source_files
 from forgefield.data.reading import label_settings, unit_settings
 from forgefield.data.species import SpeciesTable
 from forgefield.errors import ForgefieldError
-from forgefield.files import written_whole
+from forgefield.files import written_atomically
 from forgefield.inference.ase import frame_of_atoms
 from forgefield.inference.evaluate import evaluate_batch, evaluating
 from forgefield.inference.uncertainty import ENERGIES, LastLayerUncertainty, has_uncertainty, load_uncertainty
@@ -129,7 +129,7 @@ def select_frames(
         )
     frames = _structures(pool, options, indices, described.scores)
     if out is not None:
-        with written_whole(Path(out)) as partial:
+        with written_atomically(Path(out)) as partial:
             write_extxyz(partial, frames)
     drawn = None if figure is None else draw_selection(Path(figure), described.points, trained.points, indices)
     return Selection(indices, frames, described.scores[indices], len(described), limit, drawn)

@@ -31,7 +31,7 @@ from forgefield.config.loading import load_config
 from forgefield.data.options import LabelOptions as LabelNames
 from forgefield.data.options import UnitOptions
 from forgefield.errors import ForgefieldError
-from forgefield.files import write_atomically, written_whole
+from forgefield.files import write_atomically, written_atomically
 from forgefield.inference.uncertainty import has_uncertainty
 from forgefield.inference.xyz_files import write_extxyz
 from forgefield.parallel.ranks import single_process
@@ -195,7 +195,7 @@ class _Loop:
                     f"Iteration {iteration}: all {len(pool)} uncertain structures are near-duplicates of the training data, so "
                     "that labels would not help. Raise explore.threshold, or lower select.tolerance."
                 )
-            with written_whole(path) as partial:
+            with written_atomically(path) as partial:
                 write_extxyz(partial, chosen)
         return read_structures(path)
 
@@ -212,7 +212,7 @@ class _Loop:
                 f"{reason}. Correct it, delete {place / 'labels'}, and run the same command again."
             )
         if not (place / "labelled.extxyz").exists():
-            with written_whole(place / "labelled.extxyz") as partial:
+            with written_atomically(place / "labelled.extxyz") as partial:
                 write_extxyz(partial, labelled)
         self._record(iteration, labelled=len(labelled), failed=failed)
 
