@@ -89,6 +89,8 @@ def kind_of_model(name: object) -> SampleKind:
 
 EVALUATE_ATOMS = ImportPath("forgefield.inference.structures.evaluate_atoms")
 """`(potential, atoms) -> Evaluation`: what `potential(atoms)` computes, which needs neighbour lists."""
+ENSEMBLE = ImportPath("forgefield.inference.ensemble.Ensemble")
+"""`(potentials, *, device) -> Potential`: the mean of several potentials."""
 PLOT_RUN = ImportPath("forgefield.report.curves.plot_run")
 """`(folder) -> Figure`: the learning curves of a run."""
 RUN_HTML = ImportPath("forgefield.report.curves.run_html")

@@ -130,4 +130,5 @@ def export(
         from forgefield.inference.lammps.mliap import write_mliap
 
         return write_mliap(run, out, which=which, head=head)
+    run.require_single_model(f"exported to {to}")
     return exporter(to)(run.load_potential(which, device, head=head), out, sel=sel)

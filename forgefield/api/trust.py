@@ -20,8 +20,9 @@ from forgefield.report.page import write_report
 from forgefield.results import Checks
 from forgefield.runs import PACKAGE_SUFFIX, Run
 from forgefield.settings import Config
+from forgefield.trust.ensembles import calibrate_ensemble
 from forgefield.trust.selection import Selection, select_frames
-from forgefield.trust.uncertainty import fit_uncertainty
+from forgefield.trust.uncertainty import fit_uncertainty, training_data
 
 if TYPE_CHECKING:
     from forgefield.trust.evaluate import EvaluationReport
@@ -35,6 +36,8 @@ def uncertainty(
 ) -> Path:
     """Compute the uncertainties of a run's best weights from its training data and return the file.
 
+    For an ensemble, whose uncertainties are the deviations of its members, calibrate them with the validation frames.
+
     Parameters
     ----------
     run
@@ -47,6 +50,11 @@ def uncertainty(
     """
     require_first_rank("uncertainty")
     run = Run.open(run, trust_code=trust_code)
+    if run.members:
+        if directions is not None:
+            raise ForgefieldError(f"directions has no effect for an ensemble, and run {run.name} is one.")
+        calibrate_ensemble(run, training_data(run), device=device)
+        return run.path / "run.json"
     fit_uncertainty(run, device=device, directions=directions)
     return uncertainty_path(run)
 

@@ -72,6 +72,7 @@ class Subject:
         """The trained model of a run. overrides: settings for reading `data`; default: the training data of the run."""
         run = Run.open(name, trust_code=trust_code)
         run.require_head(head)
+        run.require_single_model("checked")
         config = run.config
         if overrides:
             config = override_config(config, list(overrides), allowed=("data.labels", "data.units"), verb="check")

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import argparse
 
-from forgefield.cli.arguments import add_option_arguments, add_run_arguments, device_name, given_options
+from forgefield.cli.arguments import add_option_arguments, add_run_arguments, device_name, options_set
 from forgefield.cli.importing import for_good
 from forgefield.trust.suites.measurement import EvaluationOptions
 
@@ -60,7 +60,7 @@ def run(args: argparse.Namespace) -> int:
         device=device_name(args.device),
         notify=lambda text: print(text, flush=True),
         trust_code=args.trust_code,
-        **given_options(args, EvaluationOptions),
+        **options_set(args, EvaluationOptions),
     )
     print(f"page: {report.page}")
     if report.failed:

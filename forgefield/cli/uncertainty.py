@@ -33,10 +33,16 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     from forgefield import api
     from forgefield.inference.uncertainty import load_uncertainty
-    from forgefield.runs import Run
+    from forgefield.runs import SCALES, Run
 
     opened = Run.open(args.run, trust_code=args.trust_code)
     path = api.uncertainty(opened, device=device_name(args.device), directions=args.directions)
+    if opened.members:
+        scales = opened.info[SCALES]
+        factors = ", ".join(f"{factor:.4g} ({name})" for name, factor in scales.items())
+        print(f"deviations of {len(opened.members)} members are multiplied by {factors}")
+        print(f"wrote {path}")
+        return 0
     about = load_uncertainty(opened).about
     print(
         f"trained on {about['training_energies']} energies and {about['training_forces']} force components, calibrated on "

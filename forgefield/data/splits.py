@@ -33,6 +33,10 @@ ON_DEVICE = "device"
 """As `data.neighbours`: neighbour lists are made where the model runs."""
 
 
+_BOOTSTRAP = 17
+"""Distinguishes the random numbers of a bootstrap from others with the same seed."""
+
+
 @dataclass(frozen=True)
 class Splits:
     train: FrameTable
@@ -138,6 +142,9 @@ def resolve_splits(
     train, of = frames.select(pool), ""
     if options.devset is not None:
         train, of = train.select(representative_rows(train, options.devset)), f" of {len(train)} (data.devset)"
+    if options.bootstrap:
+        rows = bootstrap_rows(train, seed)
+        train, of = train.select(rows), f"{of} ({len(np.unique(rows))} different, data.bootstrap)"
     description = ", ".join(
         [f"{len(train)}{of} to train", *(f"{len(parts[name])} to {title(name)} ({kinds[name]})" for name in parts)]
     )
@@ -148,6 +155,26 @@ def resolve_splits(
     val = parts.pop("val", FrameTable([]))
     tests = {name: part for name, part in parts.items() if len(part)}
     return Splits(train, val, tests, description, reader.hints())
+
+
+def bootstrap_rows(table: FrameTable, seed: int) -> np.ndarray:
+    """(n,) rows of a table of n frames, ascending, drawn with replacement.
+
+    Frames with one atom, which are reference points, are there once. A species that no drawn frame has is added with one frame
+    that has it, in place of one that was drawn twice.
+    """
+    random = np.random.default_rng([seed, _BOOTSTRAP])
+    alone = table.n_atoms == 1
+    structures = np.flatnonzero(~alone)
+    rows = np.sort(random.choice(structures, len(structures))) if len(structures) else structures
+    components = table.components
+    for species in np.unique(components.number):
+        holders = np.unique(components.frame[components.number == species])
+        if alone[holders].any() or np.isin(holders, rows).any():
+            continue
+        repeated = np.flatnonzero(np.diff(rows, prepend=-1) == 0)
+        rows = np.sort(np.append(np.delete(rows, random.choice(repeated)), random.choice(holders)))
+    return np.sort(np.concatenate([rows, np.flatnonzero(alone)]))
 
 
 def graph_options(options: DataOptions) -> GraphOptions:

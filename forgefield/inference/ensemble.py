@@ -3,7 +3,8 @@
 Deviations have DeePMD-kit's names and definitions (`max_devi_f` and others, population standard deviations), and
 `write_model_devi` writes them as `dp model-devi` does. Uncertainties have the names and the meaning that they have for a single
 model (`inference.uncertainty`): `energy_uncertainty`, `energies_uncertainty` and `forces_uncertainty` are sample standard
-deviations, with n - 1 in the denominator, whose squares do not depend on the number of models in the mean.
+deviations, with n - 1 in the denominator, whose squares do not depend on the number of models in the mean. For an ensemble that
+was trained as such (`training.ensemble`) they are scaled to agree with the errors of validation frames.
 """
 
 from __future__ import annotations
@@ -33,8 +34,9 @@ DEVIATIONS = (*VIRIAL_DEVIATIONS, *FORCE_DEVIATIONS, "devi_e")
 class Ensemble(Potential):
     """The mean of several potentials.
 
-    members: runs (names, paths or `Run`) or potentials, two or more, of the same species and cutoff. which, device, trust_code:
-    as in `forgefield.load`.
+    members: runs (names, paths or `Run`) or potentials, two or more, of the same species and cutoff; an ensemble among them
+    stands for its members. which, device, trust_code: as in `forgefield.load`. scales: factors of the uncertainties of energies
+    and of forces, found by calibration.
 
     Outputs: those of a potential, averaged over the members; `energy_uncertainty` (n_frames,), `energies_uncertainty`
     (n_atoms,), `forces_uncertainty` (n_atoms, 3); and the names in `DEVIATIONS`, (n_frames,). Those of the virial are NaN for
@@ -50,16 +52,21 @@ class Ensemble(Potential):
         which: str = "best",
         device: str | torch.device = "cpu",
         trust_code: bool = False,
+        scales: tuple[float, float] = (1.0, 1.0),
     ) -> None:
         if isinstance(members, (str, os.PathLike)) or len(members) < 2:
             raise ForgefieldError("An ensemble is a list of two or more runs.")
-        loaded = [_load(member, which, device, trust_code) for member in members]
+        loaded: list[Potential] = []
+        for member in members:
+            potential = _load(member, which, device, trust_code)
+            loaded += list(potential.members) if isinstance(potential, Ensemble) else [potential]  # type: ignore[arg-type]
+            _require_alike(loaded[0], potential, member)
         super().__init__(loaded[0].model, max_neighbours=loaded[0].max_neighbours)
-        for number, potential in enumerate(loaded):
-            _require_alike(loaded[0], potential, members[number])
         self.members = nn.ModuleList(loaded)
         self.register_buffer("_species_index", _species_indices(loaded), persistent=False)
         self.forces_are_direct = loaded[0].forces_are_direct
+        energy, forces = scales
+        self.scales = {ENERGY: energy, ENERGIES: energy, FORCES: forces}
         self.eval().requires_grad_(False)
 
     _species_index: Tensor
@@ -80,7 +87,8 @@ class Ensemble(Potential):
         stacked = {name: torch.stack([output[name] for output in outputs]) for name in names}
         means = {name: values.mean(0) for name, values in stacked.items()}
         pairs = {"energy": ENERGY, "atomic_energy": ENERGIES, "forces": FORCES}
-        uncertainties = {pairs[name]: values.std(0) for name, values in stacked.items() if name in pairs}
+        spreads = {pairs[name]: values.std(0) for name, values in stacked.items() if name in pairs}
+        uncertainties = {name: self.scales[name] * values for name, values in spreads.items()}
         return means | uncertainties | deviations(stacked, batch)
 
 

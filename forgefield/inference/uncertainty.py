@@ -159,9 +159,10 @@ class UncertainPotential(Potential):
 
 
 def with_uncertainty(potential: Potential, run: Run, which: str, level: str | None) -> Potential:
-    """The potential of a run with uncertainties as additional outputs; as it is without `level` (`energy` or `forces`)."""
+    """The potential of a run with uncertainties as additional outputs; as it is without `level` (`energy` or `forces`), and if
+    it has uncertainties already, as an ensemble has."""
     require_level(level)
-    if level is None:
+    if level is None or potential.uncertainty_outputs:
         return potential
     return UncertainPotential(potential, load_uncertainty(run, which), level).eval().requires_grad_(False)
 

@@ -14,7 +14,8 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager, nullcontext, suppress
+from pathlib import Path
 
 from forgefield.errors import ForgefieldError
 from forgefield.processes import Terminated, die_with_parent, usable_cores
@@ -37,6 +38,23 @@ def run_ranks(
     """
     if n < 1:
         raise ForgefieldError(f"{n} ranks cannot be started: at least one is required.")
+    return run_processes([command] * n, _environments(n, environ), what="Rank", grace=grace, disposable=disposable)
+
+
+def run_processes(
+    commands: Sequence[Sequence[str]],
+    environs: Sequence[Mapping[str, str]],
+    *,
+    what: str,
+    grace: float = 20.0,
+    disposable: bool = False,
+    logs: Sequence[Path] = (),
+) -> int:
+    """Run several commands at the same time and return 0, or the exit code of the process that failed first (128 + signal).
+
+    environs: variables of each. what: what the processes are, for messages. logs: files that take the output of each; default:
+    the terminal. grace, disposable: as in `run_ranks`.
+    """
     events: queue.SimpleQueue[tuple[str, int]] = queue.SimpleQueue()
     ranks: list[subprocess.Popen[bytes]] = []
     with _signals_to(events):
@@ -44,8 +62,9 @@ def run_ranks(
             for stream in (sys.stdout, sys.stderr):
                 with suppress(OSError, ValueError, AttributeError):
                     stream.flush()  # earlier output must come before that of the ranks
-            for variables in _environments(n, environ):
-                rank = _start(command, variables)  # if it fails, those already started must be stopped
+            for index, (command, variables) in enumerate(zip(commands, environs)):
+                # if it fails, those already started must be stopped
+                rank = _start(command, variables, f"{what} {index}", logs[index] if logs else None)
                 ranks.append(rank)
             for index, rank in enumerate(ranks):
                 threading.Thread(target=_report_exit, args=(index, rank.pid, events), daemon=True).start()
@@ -67,18 +86,21 @@ def _environments(n: int, environ: Mapping[str, str]) -> list[dict[str, str]]:
     return [{**common, "RANK": str(rank), "LOCAL_RANK": str(rank)} for rank in range(n)]
 
 
-def _start(command: Sequence[str], environ: dict[str, str]) -> subprocess.Popen[bytes]:
+def _start(command: Sequence[str], environ: Mapping[str, str], name: str, log: Path | None) -> subprocess.Popen[bytes]:
     try:
-        return subprocess.Popen(
-            list(command),
-            env=environ,
-            stdin=subprocess.DEVNULL,
-            start_new_session=True,  # Ctrl-C in the terminal reaches only this process, which forwards it once
-            preexec_fn=die_with_parent(),
-        )
+        with nullcontext() if log is None else log.open("wb") as output:
+            return subprocess.Popen(
+                list(command),
+                env=dict(environ),
+                stdin=subprocess.DEVNULL,
+                stdout=output,
+                stderr=output,
+                start_new_session=True,  # Ctrl-C in the terminal reaches only this process, which forwards it once
+                preexec_fn=die_with_parent(),
+            )
     except (OSError, subprocess.SubprocessError) as error:
         reason = error.strerror if isinstance(error, OSError) and error.strerror else str(error)
-        raise ForgefieldError(f"Rank {environ['RANK']} could not be started: {command[0]}: {reason}.") from error
+        raise ForgefieldError(f"{name} could not be started: {command[0]}: {reason}.") from error
 
 
 @contextmanager

@@ -22,6 +22,8 @@ STYLES = {"train": COLOURS["orange"], "val": COLOURS["blue"]}
 def plot_run(path: Path) -> Figure:
     """The loss and the mean absolute errors over the training, on logarithmic axes."""
     run = read_run(path)
+    if run.members:
+        raise ForgefieldError(f"{run.name} is an ensemble; its members, {run.path / 'members'}, have learning curves.")
     shown = {"loss": "loss"} | {
         f"{quantity.name}_mae": with_unit(f"{quantity.title}, MAE", quantity.error_unit)
         for quantity in quantities(run.heads).values()

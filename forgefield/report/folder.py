@@ -24,7 +24,7 @@ from forgefield.errors import ForgefieldError
 from forgefield.kinds import FRAMES, KINDS, POINTS, SampleKind
 from forgefield.report.analysis import Predictions, predictions_from_npz
 from forgefield.report.markup import shorten
-from forgefield.runs import RUN_JSON
+from forgefield.runs import MEMBERS, RUN_JSON
 from forgefield.tasks.calibration import METRICS as CALIBRATION
 from forgefield.untrusted.documents import load_yaml
 from forgefield.weights import read_weights
@@ -58,6 +58,8 @@ class RunData:
     """Of `energy` and `forces`: errors and uncertainties of validation frames (n, 2), eV per atom and eV/A."""
     diagnosis: dict[str, dict[str, Any]] = field(default_factory=dict)
     """Records of diagnosis callbacks, by name."""
+    members: dict[str, RunData] = field(default_factory=dict)
+    """The runs of an ensemble, by name."""
     notes: list[Note] = field(default_factory=list)
 
     @property
@@ -139,18 +141,28 @@ def read_run(path: Path) -> RunData:
     run = RunData(path)
     run.info = _read_info(run)
     _read_config(run)
-    run.metrics = _read_metrics(run)
-    run.timing = _read_csv(run, "timing.csv", "`forgefield train` adds a row after every epoch")
-    # The files count epochs from zero; the page counts from one, as the progress display does.
-    for row in (*run.metrics, *run.timing):
-        if "epoch" in row:
-            row["epoch"] += 1
+    members = run.info.get(MEMBERS)
+    if isinstance(members, dict) and members:
+        run.members = {name: read_run(folder) for name in members if (folder := path / MEMBERS / str(name)).is_dir()}
+        run.timing = [row for member in run.members.values() for row in member.timing]
+    else:
+        _read_history(run)
     _read_tests(run)
     for split in [*run.tests, "val"] if not run.of_points else []:
         _read_predictions(run, split)
     run.diagnosis = read_records(run.path)
     run.uncertainties = _read_uncertainties(run)
     return run
+
+
+def _read_history(run: RunData) -> None:
+    """The rows of metrics and of times."""
+    run.metrics = _read_metrics(run)
+    run.timing = _read_csv(run, "timing.csv", "`forgefield train` adds a row after every epoch")
+    # The files count epochs from zero; the page counts from one, as the progress display does.
+    for row in (*run.metrics, *run.timing):
+        if "epoch" in row:
+            row["epoch"] += 1
 
 
 def _read_uncertainties(run: RunData) -> dict[str, np.ndarray]:

@@ -25,6 +25,7 @@ from forgefield.report.sections.diagnosis import diagnosis_section
 from forgefield.report.sections.evaluation import evaluation_section, has_evaluations
 from forgefield.report.sections.headline import errors_by_split, headline, title_block
 from forgefield.report.sections.learning import learning_section, timing_section
+from forgefield.report.sections.members import members_section
 from forgefield.report.sections.model import config_section, model_section
 from forgefield.report.sections.uncertainty import compared, uncertainty_section
 from forgefield.tasks.plausibility import ADVICE, implausible_errors
@@ -56,10 +57,11 @@ def results_section(run: RunData) -> Html:
 
 SECTIONS = (
     Section("results", "Results", results_section),
-    Section("learning", "Learning", learning_section),
+    Section("learning", "Learning", learning_section, applies=lambda run: not run.members),
+    Section("members", "Members", members_section, applies=lambda run: bool(run.members)),
     Section("errors", "Errors", lambda run: run.kind.errors_section.load()(run)),
     Section("uncertainty", "Uncertainty", uncertainty_section, applies=lambda run: bool(compared(run))),
-    Section("timing", "Timing", timing_section),
+    Section("timing", "Timing", timing_section, applies=lambda run: not run.members),
     Section("diagnosis", "Diagnosis", diagnosis_section, applies=lambda run: bool(run.diagnosis)),
     Section("evaluation", "Physics", evaluation_section, applies=has_evaluations),
     Section("data", "Data and model", model_section),

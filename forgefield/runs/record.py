@@ -21,6 +21,10 @@ def _explicit_defaults(info: dict[str, Any]) -> dict[str, Any]:
 
 RUN_JSON = Format("the record of a run", (_explicit_defaults,))
 """The format of `run.json`."""
+MEMBERS = "members"
+"""Folder of the runs of an ensemble, in its run folder; also the entry of `run.json` with the options of their models."""
+SCALES = "uncertainty_scales"
+"""Entry of `run.json` of an ensemble: factors of its deviations that agree with the errors of validation frames."""
 
 
 class RunInfo(dict[str, Any]):
@@ -42,6 +46,9 @@ class RunInfo(dict[str, Any]):
             value = content.get(name)
             if value is not None and (not isinstance(value, kind) or isinstance(value, bool)):
                 raise ForgefieldError(f"{path} is damaged: '{name}' must be {expected}, not {value!r:.60}.")
+        members = content.get(MEMBERS, {})
+        if not isinstance(members, dict) or not all(isinstance(options, dict) for options in members.values()):
+            raise ForgefieldError(f"{path} is damaged: '{MEMBERS}' must be a mapping of options by name.")
         predicts = (content.get("model") or {}).get(PREDICTS, {})
         heads = predicts.get(HEADS, {}) if isinstance(predicts, dict) else None
         if not isinstance(heads, dict) or not all(isinstance(head, dict) for head in heads.values()):

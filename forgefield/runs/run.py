@@ -24,12 +24,13 @@ from forgefield.data.options import DataOptions
 from forgefield.errors import ForgefieldError
 from forgefield.files import write_atomically
 from forgefield.formats import VERSION
-from forgefield.kinds import PLOT_RUN, POINTS, RUN_HTML, SampleKind, kind_of_model
+from forgefield.kinds import ENSEMBLE, PLOT_RUN, POINTS, RUN_HTML, SampleKind, kind_of_model
 from forgefield.models.potential import Potential
 from forgefield.models.predictor import FORCES, NOISE
 from forgefield.models.resolving import HEADS, PREDICTS, branch_names, single_branch
 from forgefield.results import Metrics, Predictions
-from forgefield.runs.record import RUN_JSON, RunInfo
+from forgefield.runs.members import member_state
+from forgefield.runs.record import MEMBERS, RUN_JSON, SCALES, RunInfo
 from forgefield.settings import Config
 from forgefield.untrusted.archives import npz_arrays
 from forgefield.untrusted.documents import load_json
@@ -58,8 +59,8 @@ class Run:
         except ForgefieldError:
             return f"Run({str(self.path)!r})"
         facts = {"status": info.get("status"), "epochs": info.get("epochs"), "parameters": info.get("parameters")}
-        given = "".join(f", {name}={value}" for name, value in facts.items() if value is not None)
-        return f"Run({str(self.path)!r}{given})"
+        shown = "".join(f", {name}={value}" for name, value in facts.items() if value is not None)
+        return f"Run({str(self.path)!r}{shown})"
 
     def _repr_html_(self) -> str:
         return str(RUN_HTML.load()(self.path))
@@ -205,6 +206,29 @@ class Run:
         return [name for name, head in self.heads.items() if head.get("per_atom_errors")]
 
     @property
+    def members(self) -> dict[str, dict[str, Any]]:
+        """Options of the models of an ensemble by the name of their run; empty for a single model."""
+        members: dict[str, dict[str, Any]] = self.info.get(MEMBERS, {})
+        return members
+
+    @property
+    def _scales(self) -> tuple[float, float]:
+        """Factors of the uncertainties of energies and forces of an ensemble; 1 if they were not calibrated."""
+        stored = self.info.get(SCALES) or {}
+        return float(stored.get("energy", 1.0)), float(stored.get("forces", 1.0))
+
+    def require_single_model(self, purpose: str) -> None:
+        """Raise an error for an ensemble. purpose: what needs a single model, `exported to deepmd`."""
+        if names := list(self.members):
+            member = self.member_path(names[0])
+            advice = f"; name one of its members, {member}" if member.is_dir() else ""
+            raise ForgefieldError(f"Run {self.name} is an ensemble, which cannot be {purpose}{advice}.")
+
+    def member_path(self, name: str) -> Path:
+        """The run folder of a member of an ensemble."""
+        return self.path / MEMBERS / name
+
+    @property
     def checkpoints(self) -> Path:
         return self.path / "checkpoints"
 
@@ -249,13 +273,19 @@ class Run:
             single_branch(self.info["model"], None, head)
 
     def load_potential(
-        self, which: str = "best", device: str | torch.device = "cpu", *, head: str | None = None
+        self,
+        which: str = "best",
+        device: str | torch.device = "cpu",
+        *,
+        head: str | None = None,
+        precision: str | None = None,
     ) -> Potential:
-        """The trained model of frames in evaluation mode.
+        """The trained model of frames in evaluation mode; for an ensemble, `inference.ensemble.Ensemble`.
 
         which: `best` (by validation) or `last`. head: a branch of a model with several, which is returned as a separate model.
+        precision: of the weights and the arithmetic, `float32` or `float64`; default: as trained.
         """
-        model = self.load_model(which, device, head=head)
+        model = self.load_model(which, device, head=head, precision=precision)
         if not isinstance(model, Potential):
             raise ForgefieldError(
                 f"Run {self.name} was trained on {self.kind.name}: it does not predict energies and forces."
@@ -263,7 +293,12 @@ class Run:
         return model
 
     def load_model(
-        self, which: str = "best", device: str | torch.device = "cpu", *, head: str | None = None
+        self,
+        which: str = "best",
+        device: str | torch.device = "cpu",
+        *,
+        head: str | None = None,
+        precision: str | None = None,
     ) -> nn.Module:
         """The trained model in evaluation mode, for any kind of samples. Parameters: as in `load_potential`."""
         if which not in WEIGHTS:
@@ -273,20 +308,31 @@ class Run:
         except RuntimeError as error:
             raise ForgefieldError(f"'{device}' is not a device of torch; use cpu, cuda or cuda:0.") from error
         path, state = self.weights_path(which), self.read_weights(which).state
-        info = self.info
-        resolved = info["model"]
+        info, members = self.info, self.members
+        precision = precision or info["precision"]
         try:
-            if head is not None:
-                resolved, state = single_branch(resolved, state, head)
-            _refuse_impossible_sizes(resolved, state, self.path / "run.json")
-            potential = build_from_options(resolved, info["precision"], self.trust)
-            potential.load_state_dict(state)
+            if not members:
+                return self._build(info["model"], state, precision, head).to(device).eval()
+            models = [
+                self._build(resolved, member_state(state, number), precision, head).to(device).eval()
+                for number, resolved in enumerate(members.values())
+            ]
+            return cast("nn.Module", ENSEMBLE.load()(models, device=device, scales=self._scales))
         except ForgefieldError:
             raise
         except Exception as error:
             reason = str(error).splitlines()[0]
             raise ForgefieldError(f"{path} is damaged or belongs to another model: {reason}") from error
-        return potential.to(device).eval()
+
+    def _build(
+        self, resolved: dict[str, Any], state: Mapping[str, torch.Tensor], precision: str, head: str | None
+    ) -> nn.Module:
+        if head is not None:
+            resolved, state = single_branch(resolved, state, head)
+        _refuse_impossible_sizes(resolved, state, self.path / "run.json")
+        model = build_from_options(resolved, precision, self.trust)
+        model.load_state_dict(state)
+        return model
 
     def weights_path(self, which: str) -> Path:
         return self.checkpoints / f"{which}.safetensors"

@@ -147,11 +147,7 @@ def fit(
     requeue_exit = config.training.checkpoint.requeue_exit
     stop = StopControl(pop_max_seconds(options), requeue_exit=requeue_exit)
     session = TrainingSession(ranks, journal, stop, lr_factor, trust_code)
-    if fresh and max(ranks.all_gather(ranks.launch.restarts)):  # not every agent of torchrun counts every restart
-        journal.notify(
-            "The launcher has restarted the job: the run resumes, because --fresh applies to the first start only."
-        )
-        fresh = False
+    fresh = fresh and is_first_start(journal, ranks)
     quick = bool(options.get("fast_dev_run"))
     with session.stop, run_folder(config, fresh=fresh, quick=quick, journal=journal, ranks=ranks) as run:
         journal.keep_in(run.path)
@@ -159,6 +155,16 @@ def fit(
             return _fit_in(run, config, options, callbacks, session)
         except StopNow as stopped:
             return _stopped_at_once(run, stopped.request, requeue_exit, session)
+
+
+def is_first_start(journal: Journal, ranks: Ranks) -> bool:
+    """Whether the launcher has not restarted the job; a restart is reported, because --fresh does not apply to it."""
+    if not max(ranks.all_gather(ranks.launch.restarts)):  # not every agent of torchrun counts every restart
+        return True
+    journal.notify(
+        "The launcher has restarted the job: the run resumes, because --fresh applies to the first start only."
+    )
+    return False
 
 
 def _fit_in(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from typing import Any
 
 from forgefield.config.nearest import did_you_mean
@@ -113,6 +113,25 @@ class LoraOptions:
     """Patterns of the names of the matrices to change. Default: all of the encoder, [model.*]."""
 
 
+@dataclass(frozen=True)
+class EnsembleOptions:
+    """Several models of one configuration."""
+
+    size: int
+    """Number of models, which have the seeds `seed`, `seed` + 1, ..."""
+    bootstrap: bool = False
+    """Train each on frames drawn at random, with replacement, from the training frames (data.bootstrap)."""
+    together: int | None = None
+    """Number of models that are trained at the same time. None: all on a GPU, one on a CPU."""
+
+
+def ensemble_options(value: int | Mapping[str, Any] | None) -> EnsembleOptions | None:
+    """The options in `training.ensemble`, which has been checked; None for a single model."""
+    if value is None or isinstance(value, int):
+        return None if value is None else EnsembleOptions(value)
+    return EnsembleOptions(**value)
+
+
 @dataclass
 class TrainingOptions:
     lr: float = option(0.01, above=0)
@@ -175,6 +194,10 @@ class TrainingOptions:
     uncertainty: bool = True
     """Compute uncertainties of energies and forces when the training ends, from the last layer of the best model and at most
     5000 training frames. Models without a suitable last layer have none."""
+    ensemble: int | dict[str, Any] | None = None
+    """Train N models with the seeds `seed`, `seed` + 1, ..., and combine them to one run whose predictions are means and whose
+    uncertainties are deviations: 4, or {size: 4, bootstrap: true, together: 2}. bootstrap: each on its own draw of the training
+    frames; together: how many are trained at the same time (default: all on a GPU, one on a CPU)."""
     tensorboard: int = option(1, choices=(0, 1, 2))
     """TensorBoard output: 0 none, 1 losses and learning rate, 2 also histograms of weights and gradients."""
 
@@ -193,6 +216,7 @@ def check_training(training: TrainingOptions, sources: Sources, *, new_model: bo
         )
     _check_swa(training, sources)
     _check_precision(training.precision, sources)
+    _check_ensemble(training.ensemble, sources)
 
 
 def _check_kernels(training: TrainingOptions, sources: Sources) -> None:
@@ -230,6 +254,27 @@ def _check_swa(training: TrainingOptions, sources: Sources) -> None:
             f"{sources.where('training.swa')}: training.swa replaces training.ema={training.ema:g}; set "
             "training.ema=null."
         )
+
+
+def _check_ensemble(value: object, sources: Sources) -> None:
+    key, names = "training.ensemble", [field.name for field in fields(EnsembleOptions)]
+    values = value if isinstance(value, Mapping) else {} if value is None else {"size": value}
+    for name, number in values.items():
+        if name not in names:
+            raise ForgefieldError(
+                f"{sources.where(key)}: '{key}' has no key '{name}'; it is a number of models, or "
+                f"{{size: 4, bootstrap: true}}.{did_you_mean(str(name), names)}"
+            )
+        at = f"{key}.{name}" if isinstance(value, Mapping) else key
+        if name == "bootstrap":
+            if not isinstance(number, bool):
+                raise wrong(sources, at, number, "true or false")
+        elif number is None and name == "together":
+            continue
+        elif isinstance(number, bool) or not isinstance(number, int) or number < (2 if name == "size" else 1):
+            raise wrong(sources, at, number, "a number of models, 2 or more" if name == "size" else "a positive number")
+    if isinstance(value, Mapping) and "size" not in value:
+        raise ForgefieldError(f"{sources.where(key)}: '{key}' needs a size: {{size: 4, bootstrap: true}}.")
 
 
 def _check_precision(value: str | dict[str, Any], sources: Sources) -> None:

@@ -31,10 +31,10 @@ from forgefield.data.readers import frames_with_values, source_files
 from forgefield.data.reading import label_settings, unit_settings
 from forgefield.data.species import SpeciesTable
 from forgefield.errors import ForgefieldError
-from forgefield.files import written_whole
+from forgefield.files import written_atomically
 from forgefield.inference.ase import frame_of_atoms
-from forgefield.inference.evaluate import evaluating
-from forgefield.inference.uncertainty import LastLayerUncertainty, has_uncertainty, load_uncertainty
+from forgefield.inference.evaluate import evaluate_batch, evaluating
+from forgefield.inference.uncertainty import ENERGIES, LastLayerUncertainty, has_uncertainty, load_uncertainty
 from forgefield.inference.xyz_files import write_extxyz
 from forgefield.models.edges import EdgeContext, edge_vectors
 from forgefield.models.potential import Potential
@@ -111,12 +111,12 @@ def select_frames(
     if figure is not None:
         check_figure_name(Path(figure))
     data = training_data(run)
-    if not has_uncertainty(run):
-        notify(f"Computing the uncertainties of run {run.name} first ...")
-        fit_uncertainty(run, data=data, device=device)
-    uncertainty, options = load_uncertainty(run), options if options is not None else run.data_options()
-    potential = run.load_potential("best", device)
-    describe = _Describer(potential, uncertainty, device, notify)
+    of_features = Run(run.member_path(next(iter(run.members))), trust_code=run.trust_code) if run.members else run
+    if not has_uncertainty(of_features):
+        notify(f"Computing the uncertainties of run {of_features.name} first ...")
+        fit_uncertainty(of_features, data=data, device=device)
+    options = options if options is not None else run.data_options()
+    describe = _Describer(run.load_potential("best", device), load_uncertainty(of_features), device, notify)
     trained = describe.dataset(data.train)
     described = describe.frames(frame for frame, _ in _pool_frames(pool, options))
     if len(described) == 0:
@@ -130,7 +130,7 @@ def select_frames(
         )
     frames = _structures(pool, options, indices, described.scores)
     if out is not None:
-        with written_whole(Path(out)) as partial:
+        with written_atomically(Path(out)) as partial:
             write_extxyz(partial, frames)
     drawn = None if figure is None else draw_selection(Path(figure), described.points, trained.points, indices)
     return Selection(indices, frames, described.scores[indices], len(described), limit, drawn)
@@ -175,7 +175,11 @@ def _check(
 
 
 class _Describer:
-    """Computes places in feature space and uncertainties."""
+    """Computes places in feature space and uncertainties.
+
+    potential: the model; for an ensemble, places are those of its first member, and uncertainties its deviations. uncertainty:
+    that of the model or first member.
+    """
 
     def __init__(
         self, potential: Potential, uncertainty: LastLayerUncertainty, device: str, notify: Callable[[str], None]
@@ -216,7 +220,10 @@ class _Describer:
         n_frames, frame = len(batch["n_atoms"]), batch["frame"]
         rows = features @ self.uncertainty.factor.to(features.device) * self.uncertainty.energy_scale
         means = rows.new_zeros(n_frames, rows.shape[1]).index_add_(0, frame, rows) / batch["n_atoms"].unsqueeze(1)
-        of_atoms = torch.linalg.vector_norm(rows, dim=1)
+        if ENERGIES in self.potential.uncertainty_outputs:
+            of_atoms = evaluate_batch(self.potential, batch, forces=False, stress=False)[0][ENERGIES]
+        else:
+            of_atoms = torch.linalg.vector_norm(rows, dim=1)
         scores = of_atoms.new_zeros(n_frames).scatter_reduce(0, frame, of_atoms, "amax", include_self=False)
         return means.float().cpu().numpy(), scores.cpu().numpy()
 

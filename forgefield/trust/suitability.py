@@ -20,6 +20,10 @@ def require_suitable_run(run: Run) -> None:
         raise ForgefieldError(
             f"Run {run.name} was trained on grid points; uncertainties are those of energies and forces."
         )
+    if run.members:
+        raise ForgefieldError(
+            f"Run {run.name} is an ensemble, whose uncertainties are the deviations of its members, not those of a last layer."
+        )
     _require_one_energy(f"Run {run.name}", run.has_energy, run.info["model"])
 
 

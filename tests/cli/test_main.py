@@ -89,7 +89,7 @@ def test_an_interrupt_is_code_130(failing_verb):
     assert cli.main(["report", "run"]) == 130
 
 
-def test_errors_of_ours_are_not_hidden(failing_verb):
+def test_forgefield_errors_are_not_hidden(failing_verb):
     failing_verb(ZeroDivisionError("a bug"))
     with pytest.raises(ZeroDivisionError):
         cli.main(["report", "run"])

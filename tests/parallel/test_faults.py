@@ -88,7 +88,7 @@ def test_rank_0_is_killed_while_it_writes_a_checkpoint_that_its_clock_has_reques
         ("memory", "1", "rank 1 on {host} failed with the error above"),
     ],
 )
-def test_whatever_ends_a_rank_is_said(how, rank, says, tmp_path):
+def test_the_cause_of_a_lost_rank_is_reported(how, rank, says, tmp_path):
     """An error is like a kill in that nothing is saved; only its words are looked at here."""
     config = parallel_config(tmp_path, "again")
     broken = two_ranks(tmp_path, config, END_AT="5", END_HOW=how, END_RANKS=rank)
@@ -185,7 +185,7 @@ def test_resumed_on_another_number_of_ranks_every_frame_is_seen_once(before, aft
         assert recorded(tmp_path, epoch) == Counter(range(10)), epoch
 
 
-def test_an_error_of_all_ranks_is_said_once(tmp_path):
+def test_an_error_of_all_ranks_is_reported_once(tmp_path):
     config = parallel_config(tmp_path, "wrong")
     done = ranks(2, "forgefield", "train", str(config), "training.scale_lr=lineer", folder=tmp_path)
     assert done.returncode != 0

@@ -121,7 +121,7 @@ def test_vectors_and_tensors_are_learnt_and_written(tmp_path):
 
 
 @pytest.mark.parametrize("energy", [{}, {"energy": {}}], ids=["alone", "beside an energy"])
-def test_direct_forces_are_those_of_a_head_and_said_to_be(energy, tmp_path, capsys):
+def test_direct_forces_are_those_of_a_head_and_reported_as_such(energy, tmp_path, capsys):
     task = {**energy, "forces": {"direct": True}}
     run = train_only(config(tmp_path, "direct", task, trainer={"max_epochs": 8}, training={"lr": 0.02}))
     assert "not conservative" in capsys.readouterr().out.replace("\n", " ")
@@ -224,7 +224,7 @@ def test_an_evaluation_moves_copies_always_alike(tmp_path):
         ({"denoise": {"sgima": 0.1}}, r"Did you mean 'task\.denoise\.sigma'"),
     ],
 )
-def test_targets_that_cannot_be_are_refused(task, sentence, tmp_path):
+def test_invalid_targets_are_refused(task, sentence, tmp_path):
     frames = turning_frames(14)
     for atoms in frames:
         atoms.info["skew"] = np.arange(9.0).reshape(3, 3)

@@ -128,6 +128,7 @@ class PairModel:
         run = Run.open(run_name, trust_code=options.trust_code)
         if run.kind is not FRAMES:
             raise ForgefieldError(f"run {run.name} is not a potential: it was trained on grid points.")
+        run.require_single_model("used by this pair style")
         self.device = choose_device(options.device)
         potential = load_for_evaluation(run, options.which, self.device, options.dtype, options.head)
         uncertainty = load_uncertainty(run, options.which) if options.uncertainty else None

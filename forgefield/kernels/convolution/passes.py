@@ -8,10 +8,7 @@ that time in code that does not hold Python's global lock.
 
 from __future__ import annotations
 
-import os
-import sys
 from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from functools import lru_cache, partial
 from typing import Any, NamedTuple
@@ -22,6 +19,7 @@ from torch import Tensor
 from forgefield.kernels.convolution.form import ARGUMENTS, Form, FormBlock, Kind
 from forgefield.kernels.convolution.source import write_kernel
 from forgefield.kernels.convolution.sums import add_shares, sum_into_field
+from forgefield.kernels.core.compiling import CompileOnly, compile_concurrently
 from forgefield.kernels.core.fields import TANGENT, VALUE, Field
 from forgefield.kernels.core.generation import Launchable, TritonFunction, module_from
 from forgefield.kernels.core.runtime import Concurrent, interpreted, storage_type, weight_cotangent_type
@@ -270,14 +268,13 @@ def _moving(motion: Motion) -> dict[str, Tensor]:
 
 
 _compiled_keys: set[Any] = set()
-MOST_THREADS = 16
 
 
 class Compiled(Convolution):
     """A convolution whose passes compile their kernels and compute nothing."""
 
     def launcher(self, kernel: TritonFunction) -> Launchable:
-        return _CompileOnly(kernel)
+        return CompileOnly(kernel)
 
     def _sum(self, rows: Tensor, to_x: Field | None, slot: int, first: int = 0) -> None:
         pass
@@ -285,31 +282,23 @@ class Compiled(Convolution):
     def _forward(self, kind: Kind, x: Field, out: Field, **tensors: Tensor) -> None:
         self._launch(kind, {"x": self._read(x), "out": out.flat, **tensors})
 
-    def passes(self, x: Field, z: Field, to_x: Field, to_z: Field) -> None:
-        """All four passes of a training."""
+    def passes(self, x: Field, z: Field, to_x: Field, to_z: Field, *, trained: bool) -> None:
+        """All four passes of a training, or those of values and forces."""
         weights = None if self.radial.in_table else self.radial.weights
         motion = Motion(self.harmonics, weights=weights, position=self.radial.position)
         columns = 4 if self.radial.in_table else self.form.n_harmonics
         parts = self.harmonics.new_empty((self.form.n_chunks, self.graph.n_edges, columns))
-        self.back(x, to_z, to_x, motion, lambda rows: None)
-        self.tangents(x, z, motion)
+        if trained:
+            self.back(x, to_z, to_x, motion, lambda rows: None)
+            self.tangents(x, z, motion)
         self.forces(x, to_z, None if self.still else to_x, parts)
         self.values(x, z)
 
 
-class _CompileOnly:
-    """A Triton function that is compiled for the arguments of a launch instead of being launched."""
-
-    def __init__(self, kernel: TritonFunction) -> None:
-        self.kernel = kernel
-
-    def __getitem__(self, grid: tuple[Any, ...]) -> Callable[..., object]:
-        return lambda **arguments: self.kernel.warmup(grid=grid, **arguments)
-
-
 @dataclass(frozen=True)
 class Planned:
-    """A convolution that will be launched, with its fields. still: features have no tangents."""
+    """A convolution that will be launched, with its fields. still: features have no tangents. trained: in all four passes;
+    otherwise for values and forces."""
 
     form: Form
     radial: Radial
@@ -318,6 +307,7 @@ class Planned:
     z: Field
     to_x: Field
     to_z: Field
+    trained: bool = True
 
     def key(self, graph: EdgeGraph, harmonics: Tensor) -> Any:
         """Everything that determines which kernels its passes launch."""
@@ -325,7 +315,7 @@ class Planned:
         large = exceeds_row_limit(self.form, graph.n_edges, harmonics.dtype)
         stored = (storage_type(harmonics.dtype), weight_cotangent_type(harmonics.dtype))
         types = (harmonics.dtype, *stored, self.radial.row.dtype, harmonics.device)
-        return self.form, with_shares(kind, self.form, graph.n_atoms), large, types
+        return self.form, with_shares(kind, self.form, graph.n_atoms), large, types, self.trained
 
 
 def compile_together(layers: Sequence[Planned], graph: EdgeGraph, harmonics: Tensor) -> None:
@@ -336,18 +326,10 @@ def compile_together(layers: Sequence[Planned], graph: EdgeGraph, harmonics: Ten
     new = {key: layer for key, layer in new.items() if key not in _compiled_keys}
     if not new:
         return
-    try:
-        from triton.runtime._async_compile import AsyncCompileMode
-    except ImportError:  # not part of the public API; kernels are then compiled one after the other
-        return
-    with ThreadPoolExecutor(_threads()) as executor, AsyncCompileMode(executor, ignore_errors=True):
-        for layer in new.values():
-            passes = Compiled(layer.form, graph, harmonics, layer.radial, still=layer.still)
-            passes.passes(layer.x, layer.z, layer.to_x, layer.to_z)
-    _compiled_keys.update(new)
 
+    def compile_layer(layer: Planned) -> None:
+        passes = Compiled(layer.form, graph, harmonics, layer.radial, still=layer.still)
+        passes.passes(layer.x, layer.z, layer.to_x, layer.to_z, trained=layer.trained)
 
-def _threads() -> int:
-    """At most the number of cores that this process may use: several processes share a machine."""
-    cores = len(os.sched_getaffinity(0)) if sys.platform == "linux" else os.cpu_count() or 1
-    return min(MOST_THREADS, cores)
+    if compile_concurrently([partial(compile_layer, layer) for layer in new.values()]):
+        _compiled_keys.update(new)

@@ -96,8 +96,8 @@ class Interaction(nn.Module):
         self.linear_up = IrrepsLinear([(in_blocks[i].mul, block.mul) for i, block in zip(self.up_from, sent)], **make)
         self.gate = Gate(targets[:1], targets[1:], gate="sigmoid") if self.is_nonlinear else None
         summed = targets if self.gate is None else self.gate.in_blocks
-        self.summed = tuple(block for block in summed if self._paths(block))
-        fan_in = [sum(self.plan.out_blocks[i].mul for i in self._paths(block)) for block in self.summed]
+        self.summed = tuple(block for block in summed if self.paths(block))
+        fan_in = [sum(self.plan.out_blocks[i].mul for i in self.paths(block)) for block in self.summed]
         scale = 1.0 if self.has_density else 1 / float(options.avg_num_neighbours or 1)
         self.linear = IrrepsLinear(list(zip(fan_in, (block.mul for block in self.summed))), scale=scale, **make)
         sizes = [options.num_bessel, *options.radial_mlp, self.plan.n_weights]
@@ -142,7 +142,7 @@ class Interaction(nn.Module):
         self.alpha = nn.Parameter(torch.tensor(20.0, dtype=make["dtype"]))
         self.beta = nn.Parameter(torch.tensor(0.0, dtype=make["dtype"]))
 
-    def _paths(self, block: Block) -> list[int]:
+    def paths(self, block: Block) -> list[int]:
         """Numbers of the blocks of the convolution with the irrep of `block`."""
         return _all_of(block, self.plan.out_blocks)
 
@@ -158,9 +158,20 @@ class Interaction(nn.Module):
 
         sent: result of `send`, that of ghost atoms included.
         """
-        weights, density = self._radial(edges)
+        weights, density = self.radial_weights(edges)
         rows = edges.harmonics.convolve(sent, weights, self.plan, self.coupling_matrix, self.form_key)
-        sums = self._mixed(rows)
+        return self.finish(self._mixed(rows), density, sent, blocks, edges.species)
+
+    def finish(
+        self,
+        sums: list[Tensor],
+        density: Tensor | None,
+        sent: Tensor,
+        blocks: Sequence[Tensor],
+        species: Tensor,
+    ) -> tuple[list[Tensor], list[Tensor] | None]:
+        """What `forward` returns, from sums over neighbours (n_atoms, 2l + 1, mul), one for each block of `summed`, and the
+        density (n_atoms, 1)."""
         if density is not None:
             below = density * self.beta + self.alpha if self.is_nonlinear else density + 1
             sums = [block / below.unsqueeze(2) for block in sums]
@@ -168,37 +179,45 @@ class Interaction(nn.Module):
             return self._nonlinear(sums, sent, blocks)
         matrices = self.by_species.by_species()
         if "residual" not in self.kind:
-            return self._complete([product_by_species(x, m, edges.species) for x, m in zip(sums, matrices)], rows), None
-        old = [(j, product_by_species(blocks[i], m, edges.species)) for (i, j), m in zip(self.residual_pairs, matrices)]
-        return self._complete(sums, rows), _added(old, self.kept, rows)
+            return self.complete([product_by_species(x, m, species) for x, m in zip(sums, matrices)]), None
+        return self.complete(sums), self.residual(blocks, species)
 
-    def _radial(self, edges: EdgeInputs) -> tuple[Tensor, Tensor | None]:
+    def residual(self, blocks: Sequence[Tensor], species: Tensor) -> list[Tensor]:
+        """Old features mapped by species, one block for each of `kept`."""
+        matrices = self.by_species.by_species()
+        old = [(j, product_by_species(blocks[i], m, species)) for (i, j), m in zip(self.residual_pairs, matrices)]
+        return _added(old, self.kept, blocks[0])
+
+    def radial_weights(self, edges: EdgeInputs) -> tuple[Tensor, Tensor | None]:
         """Weights (n_edges or n_pairs, plan.n_weights), and density (n_atoms, 1)."""
         if not self.is_nonlinear:
             weights = edges.cut_off(self.radial(edges.basis))
-            value = self.density(edges.basis) if self.has_density else None
-        else:
-            networks = (self.radial_normalised, self.density_normalised)
-            tables = [table * self.embedding_scale for table in (self.source_embedding, self.target_embedding)]
-            ends = [edges.species.index_select(0, end) for end in (edges.graph.source, edges.graph.destination)]
-            weights, value = (network(edges.basis, tables, ends) for network in networks)
-            weights = edges.cut_off(weights)
-        if value is None:
-            return weights, None
-        return weights, edges.sum_at_atoms(edges.cut_off(torch.tanh(value.square())))
+            return weights, self.plain_density(edges) if self.has_density else None
+        networks = (self.radial_normalised, self.density_normalised)
+        tables = [table * self.embedding_scale for table in (self.source_embedding, self.target_embedding)]
+        ends = [edges.species.index_select(0, end) for end in (edges.graph.source, edges.graph.destination)]
+        weights, value = (network(edges.basis, tables, ends) for network in networks)
+        return edges.cut_off(weights), self._summed_density(value, edges)
+
+    def plain_density(self, edges: EdgeInputs) -> Tensor:
+        """(n_atoms, 1), where radial functions do not depend on the species."""
+        return self._summed_density(self.density(edges.basis), edges)
+
+    def _summed_density(self, value: Tensor, edges: EdgeInputs) -> Tensor:
+        return edges.sum_at_atoms(edges.cut_off(torch.tanh(value.square())))
 
     def _mixed(self, rows: Tensor) -> list[Tensor]:
         """(n, 2l + 1, mul) for each block of `summed`, from rows of the convolution (n, plan.out_dim)."""
         pieces = cut(rows, [block.dim for block in self.plan.out_blocks], 1)
         inputs = [
-            join([pieces[i].unflatten(1, (2 * block.l + 1, -1)) for i in self._paths(block)], 2)
-            for block in self.summed
+            join([pieces[i].unflatten(1, (2 * block.l + 1, -1)) for i in self.paths(block)], 2) for block in self.summed
         ]
         return [product(x, matrix) for x, matrix in zip(inputs, self.linear.matrices())]
 
-    def _complete(self, sums: list[Tensor], like: Tensor) -> list[Tensor]:
+    def complete(self, sums: list[Tensor]) -> list[Tensor]:
         """One block for each target, zero for those that no coupling leads to."""
-        return _added([(_number_of(block, self.targets), x) for block, x in zip(self.summed, sums)], self.targets, like)
+        parts = [(_number_of(block, self.targets), x) for block, x in zip(self.summed, sums)]
+        return _added(parts, self.targets, sums[0])
 
     def _nonlinear(
         self, sums: list[Tensor], sent: Tensor, blocks: Sequence[Tensor]
@@ -277,17 +296,25 @@ class Product(nn.Module):
 
     def forward(self, sums: Sequence[Tensor], species: Tensor) -> list[Tensor]:
         """New features. sums: blocks of the input."""
+        return [product(x, matrix) for x, matrix in zip(self.polynomials(sums, species), self.linear.matrices())]
+
+    def polynomials(self, sums: Sequence[Tensor], species: Tensor) -> list[Tensor]:
+        """(n_atoms, 2l + 1, channels) for each output."""
         features = join(list(sums), 1).transpose(0, 1).contiguous()
         results = symmetric_contraction(features, self._species_weights(species), self.plan)
-        return [product(x.transpose(0, 1), matrix) for x, matrix in zip(results, self.linear.matrices())]
+        return [x.transpose(0, 1) for x in results]
 
     def _species_weights(self, species: Tensor) -> Tensor:
         """(plan.n_weights, n_atoms or 1, channels)."""
+        table = self.table()
+        if table.shape[0] == 1:
+            return table.transpose(0, 1)
+        return gather(table, Segments(species, table.shape[0])).transpose(0, 1).contiguous()
+
+    def table(self) -> Tensor:
+        """(n_species or 1, plan.n_weights, channels): weights of the independent polynomials."""
         parts = [
             weight if name is None else torch.matmul(getattr(self, name).to(weight.dtype), weight)
             for weight, name in zip(self.weights, self.maps)
         ]
-        table = join(parts, 1)
-        if table.shape[0] == 1:
-            return table.transpose(0, 1)
-        return gather(table, Segments(species, table.shape[0])).transpose(0, 1).contiguous()
+        return join(parts, 1)

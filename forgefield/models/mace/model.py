@@ -18,8 +18,9 @@ from torch import Tensor, nn
 from forgefield.errors import ForgefieldError
 from forgefield.kernels.convolution.dispatch import EdgeHarmonics
 from forgefield.models.edges import Batch, EdgeContext
-from forgefield.models.interface import LastLayer, RegisteredModel, unknown_species
+from forgefield.models.interface import LastLayer, RegisteredModel, Tangents, unknown_species
 from forgefield.models.mace.interaction import EdgeInputs, Interaction, Product
+from forgefield.models.mace.kernels import by_kernels, moved_encoding, needs_lengths, scalars_at_rest
 from forgefield.models.mace.options import (
     PRESETS,
     MACEOptions,
@@ -35,7 +36,7 @@ from forgefield.models.mace.radial import RadialBasis, pair_radii, repulsion
 from forgefield.models.mace.readout import GatedReadout, LinearReadout
 from forgefield.models.mace.variants import branch_shifts, extended_options, extended_state, more_branches, one_branch
 from forgefield.ops.convolution_plan import Block
-from forgefield.ops.graph import EdgeGraph, Segments, barrier, gather, join, segment_sum
+from forgefield.ops.graph import EdgeGraph, GradientSwitch, Segments, barrier, gather, join, segment_sum
 from forgefield.ops.harmonics import SphericalHarmonics
 from forgefield.ops.linear import WeightArguments, unit_normal
 
@@ -55,6 +56,7 @@ class MACE(RegisteredModel[MACEOptions]):
     energy_shifts: Tensor
     pair_radii: Tensor
     atomic_numbers: Tensor
+    inverse_cutoff: Tensor
 
     def __init__(
         self,
@@ -100,6 +102,10 @@ class MACE(RegisteredModel[MACEOptions]):
         numbers = [atomic_numbers.get(symbol, 0) for symbol in self.species]
         self.register_buffer("atomic_numbers", torch.tensor(numbers, dtype=torch.float64), persistent=False)
         self.register_buffer("pair_radii", pair_radii(numbers), persistent=False)
+        inverse = torch.tensor([1 / self.cutoff], dtype=torch.float64)
+        self.register_buffer("inverse_cutoff", inverse, persistent=False)
+        self.knot_functions: tuple[Any, Tensor, Tensor | None] | None = None
+        """The radial basis and envelope at the knots of a table, after their key: a cache of the kernels."""
         self.is_directed = "nonlinear" in (options.interaction_first, options.interaction)
         self.feature_dim = channels * n_layers
         self.isolated_limit = options.interaction_first in ("plain", "density") and not options.readout_bias
@@ -216,11 +222,21 @@ class MACE(RegisteredModel[MACEOptions]):
         features = join(scalars, 1)
         if not energies:
             return features, None
-        head = self._heads(batch)
-        readouts = zip(self.readouts, scalars[-len(self.readouts) :])
-        atomic = sum(_selected(readout(x), head) for readout, x in readouts)
-        assert isinstance(atomic, Tensor)
+        head = self.heads(batch)
+        atomic = self.read(scalars[-len(self.readouts) :], head)
         return features, self._energies(atomic.double(), lengths, species, graph, head)
+
+    def tangents(self, batch: Batch, edges: EdgeContext) -> Tangents | None:
+        return moved_encoding(self, batch, edges)
+
+    def kernel_refusal(self) -> str | None:
+        return None
+
+    def read(self, scalars: Sequence[Tensor], head: Tensor | None) -> Tensor:
+        """(n_atoms,) sum of the readouts, of the scalars (n_atoms, channels) of their layers. head: (n_atoms,) or None."""
+        atomic = sum(_selected(readout(x), head) for readout, x in zip(self.readouts, scalars))
+        assert isinstance(atomic, Tensor)
+        return atomic
 
     def last_layer(self, batch: Batch, edges: EdgeContext) -> LastLayer:
         if self.branches:
@@ -235,17 +251,27 @@ class MACE(RegisteredModel[MACEOptions]):
         offsets = self._energies(torch.zeros_like(features[:, 0]), lengths, species, graph, None)
         return LastLayer(self.energy_scales * features, torch.cat([weights for _, weights in layers]), offsets)
 
-    def _scalars(self, batch: Batch, edges: EdgeContext) -> tuple[list[Tensor], Tensor, EdgeGraph]:
-        """Scalar features of each layer, lengths of the edges (n_edges,), A, and their graph."""
-        graph = edges.graph
+    def _scalars(self, batch: Batch, edges: EdgeContext) -> tuple[list[Tensor], Tensor | None, EdgeGraph]:
+        """Scalar features of each layer, lengths of the edges (n_edges,), A, where they were needed, and their graph."""
+        graph, species = edges.graph, batch["species"]
         if self.is_directed:
             graph = EdgeGraph(graph.source, graph.destination, graph.n_atoms, reverse=graph.reverse)
-        lengths = torch.linalg.vector_norm(edges.vectors, dim=1)
-        return self._features(edges, self._edge_inputs(edges, lengths, batch["species"], graph)), lengths, graph
+        kernels = by_kernels(self, batch, edges)
+        lengths = None
+        if not kernels or needs_lengths(self):
+            lengths = torch.linalg.vector_norm(edges.vectors, dim=1)
+        if kernels:
+            return scalars_at_rest(self, edges, graph, species, lengths), lengths, graph
+        assert lengths is not None
+        inputs = self.edge_inputs(edges.vectors, lengths, species, graph, edges.gradient)
+        return self._features(edges, inputs), lengths, graph
 
-    def _edge_inputs(self, edges: EdgeContext, lengths: Tensor, species: Tensor, graph: EdgeGraph) -> EdgeInputs:
-        dtype, switch = self.embedding.dtype, edges.gradient
-        harmonics = self.harmonics(edges.vectors / lengths.unsqueeze(1)).to(dtype)
+    def edge_inputs(
+        self, vectors: Tensor, lengths: Tensor, species: Tensor, graph: EdgeGraph, switch: GradientSwitch | None = None
+    ) -> EdgeInputs:
+        """What layers read of edges with these vectors (n_edges, 3) and lengths (n_edges,), A."""
+        dtype = self.embedding.dtype
+        harmonics = self.harmonics(vectors / lengths.unsqueeze(1)).to(dtype)
         radii = self._radii(species, graph) if self.options.distance_transform is not None else None
         if graph.pair_edge is not None:
             lengths = lengths.index_select(0, graph.pair_edge)
@@ -280,7 +306,7 @@ class MACE(RegisteredModel[MACEOptions]):
         kinds = species.index_select(0, graph.destination) * len(self.species) + species.index_select(0, graph.source)
         return self.pair_radii.index_select(0, kinds)
 
-    def _heads(self, batch: Batch) -> Tensor | None:
+    def heads(self, batch: Batch) -> Tensor | None:
         """(n_atoms,) number of each atom's head; None for a model with one."""
         if not self.branches:
             return None
@@ -289,20 +315,25 @@ class MACE(RegisteredModel[MACEOptions]):
         return batch["branch"].index_select(0, batch["frame"])
 
     def _energies(
-        self, atomic: Tensor, lengths: Tensor, species: Tensor, graph: EdgeGraph, head: Tensor | None
+        self, atomic: Tensor, lengths: Tensor | None, species: Tensor, graph: EdgeGraph, head: Tensor | None
     ) -> Tensor:
         """(n_atoms,) eV, from the sum of the readouts (n_atoms,), float64."""
         if self.options.pair_repulsion:
+            assert lengths is not None
             z = self.atomic_numbers.index_select(0, species)
             z_i, z_j = z.index_select(0, graph.destination), z.index_select(0, graph.source)
             p = float(self.options.num_polynomial_cutoff)
             pairs = repulsion(lengths, z_i, z_j, self._radii(species, graph), p)
             atomic = atomic + segment_sum(pairs, graph.by_destination)
+        scales = self.energy_scales if head is None else gather(self.energy_scales, Segments(head, len(self.branches)))
+        return self.shifts(species, head) + scales * atomic
+
+    def shifts(self, species: Tensor, head: Tensor | None) -> Tensor:
+        """(n_atoms,) energy shift of each atom, eV."""
         if head is None:
-            return gather(self.energy_shifts, Segments(species, len(self.species))) + self.energy_scales * atomic
-        scales = gather(self.energy_scales, Segments(head, len(self.branches)))
+            return gather(self.energy_shifts, Segments(species, len(self.species)))
         kinds = Segments(head * len(self.species) + species, self.energy_shifts.shape[0])
-        return gather(self.energy_shifts, kinds) + scales * atomic
+        return gather(self.energy_shifts, kinds)
 
 
 def _kinds(blocks: Iterable[Block]) -> set[tuple[int, int]]:

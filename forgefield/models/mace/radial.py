@@ -118,11 +118,23 @@ class RadialNetwork(nn.Module):
         self.scales = [(1.0 if i == 0 else gain) / math.sqrt(n_in) for i, n_in in enumerate(sizes[:-1])]
 
     def forward(self, x: Tensor) -> Tensor:
-        for number, (weight, scale) in enumerate(zip(self.weights, self.scales)):
-            if number == 0:  # geometry enters here
-                x = x @ (weight * scale)
-            else:
-                x = product(activate("silu", x), weight * scale)
+        last = self.weights[-1] * self.scales[-1]
+        if len(self.weights) == 1:  # geometry enters here
+            result: Tensor = x @ last
+            return result
+        return product(self.hidden(x), last)
+
+    def hidden(self, x: Tensor) -> Tensor:
+        """The input of the last layer."""
+        for number, (weight, scale) in enumerate(zip(self.weights[:-1], self.scales)):
+            x = x @ (weight * scale) if number == 0 else product(x, weight * scale)
+            x = activate("silu", x)
+        return x
+
+    def hidden_in_doubles(self, x: Tensor) -> Tensor:
+        """The same in float64, from x in float64."""
+        for weight, scale in zip(self.weights[:-1], self.scales):
+            x = activate("silu", torch.matmul(x, weight.double() * scale))
         return x
 
 

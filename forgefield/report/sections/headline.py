@@ -19,6 +19,7 @@ def title_block(run: RunData) -> Html:
     name = model.get("name") if isinstance(model, dict) else None
     cutoff = as_number(run.info.get("cutoff"))
     parts = [
+        f"ensemble of {len(run.members)}" if run.members else None,
         f"model {shorten(name, 60)}" if name else None,
         ", ".join(shorten(symbol, 12) for symbol in species_of(run)[:30]) or None,
         f"cutoff {significant(cutoff)} Å" if cutoff is not None else None,
@@ -145,6 +146,7 @@ def _run_cards(run: RunData) -> list[Html]:
     seconds = [row["seconds"] for row in run.timing if "seconds" in row]
     epochs = {row["epoch"] for row in run.timing if "epoch" in row}
     done = f"{count(len(epochs))} epochs" if epochs else "no timing yet"
+    done += f", sum of {len(run.members)} members" if run.members else ""
     frames = median_of(run.timing, "frames_per_second")
     kind = run.kind.counted
     return [

@@ -138,7 +138,8 @@ def usage_section(run: RunData) -> Html:
         f"forgefield predict {quoted} structures.extxyz -o predicted.extxyz{flag}",
         f"forgefield test {quoted} --data more.extxyz{flag}",
     ]
-    cards = [card("On the command line", tag("pre", "\n".join([*shell, f"forgefield check {quoted}{flag}"])))]
+    shell += [] if run.members else [f"forgefield check {quoted}{flag}"]
+    cards = [card("On the command line", tag("pre", "\n".join(shell)))]
     if run.has_energy:
         cards.insert(0, card("In Python, with ASE", tag("pre", dim_comments(python))))
     else:

@@ -53,9 +53,10 @@ def _predicted(run: RunData, split: str, name: str) -> Compared | None:
 
 
 def uncertainty_section(run: RunData) -> Html:
+    source = "of the members of the ensemble" if run.members else "from the last layer of the model"
     lead = (
-        "Uncertainties are standard deviations from the last layer of the model, scaled so that they agree with the errors of "
-        "validation frames. Calibrated ones contain 68 % of the errors."
+        f"Uncertainties are standard deviations {source}, scaled so that they agree with the errors of validation frames. "
+        "Calibrated ones contain 68 % of the errors."
     )
     values = compared(run)
     cards = []

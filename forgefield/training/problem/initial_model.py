@@ -221,6 +221,7 @@ def _read(run: Run, config: Config, begun: bool, trust_code: bool) -> InitialMod
         return InitialModel(source, None, model["shifts"], record, record.get("reference_energies"))
     first = Run.open(model["from"], out=config.out, trust_code=trust_code)
     info = first.info
+    first.require_single_model("trained further (model.from)")
     potential = first.load_potential(model["which"])
     resolved = _at_any_precision(info, model) if info.get("status") == "imported" else info["model"]
     stored_state = state = {name: tensor.detach().clone() for name, tensor in potential.state_dict().items()}

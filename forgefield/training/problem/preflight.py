@@ -40,6 +40,11 @@ def check_model_section(config: Config) -> None:
 def check_settings(config: Config, options: dict[str, Any], ranks: Ranks) -> None:
     """Raise ForgefieldError for settings that cannot work. options: the config's `trainer` section."""
     check_model_section(config)
+    if config.training.ensemble is not None:
+        raise ForgefieldError(
+            "training.ensemble: only forgefield train and forgefield learn train several models; here, set "
+            "training.ensemble=null."
+        )
     if starts_from_run(config):
         refuse_itself(config)
     else:

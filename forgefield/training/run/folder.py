@@ -115,6 +115,11 @@ def compare_with_stored_config(
             f"Run {run.name} was imported and cannot be trained; to train its model in a new run, use "
             f"forgefield train CONFIG --init-model {run.path} --name NAME."
         )
+    if run.exists and run.members:
+        raise ForgefieldError(
+            f"Run {run.name} is an ensemble (training.ensemble), and the config is that of a single model; name another run "
+            "with name=NAME, or start over with --fresh."
+        )
     if not has_begun(run):
         return []
     changes = config_diff(run.config, config)

@@ -32,7 +32,7 @@ from forgefield.data.options import LabelOptions as LabelNames
 from forgefield.data.options import UnitOptions
 from forgefield.errors import ForgefieldError
 from forgefield.evaluation import evaluate_training, is_unmeasured
-from forgefield.files import write_atomically, written_whole
+from forgefield.files import write_atomically, written_atomically
 from forgefield.inference.uncertainty import has_uncertainty
 from forgefield.inference.xyz_files import write_extxyz
 from forgefield.parallel.ranks import single_process
@@ -196,7 +196,7 @@ class _Loop:
                     f"Iteration {iteration}: all {len(pool)} uncertain structures are near-duplicates of the training data, so "
                     "that labels would not help. Raise explore.threshold, or lower select.tolerance."
                 )
-            with written_whole(path) as partial:
+            with written_atomically(path) as partial:
                 write_extxyz(partial, chosen)
         return read_structures(path)
 
@@ -213,7 +213,7 @@ class _Loop:
                 f"{reason}. Correct it, delete {place / 'labels'}, and run the same command again."
             )
         if not (place / "labelled.extxyz").exists():
-            with written_whole(place / "labelled.extxyz") as partial:
+            with written_atomically(place / "labelled.extxyz") as partial:
                 write_extxyz(partial, labelled)
         self._record(iteration, labelled=len(labelled), failed=failed)
 

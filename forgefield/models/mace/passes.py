@@ -1,0 +1,440 @@
+"""The layers of MACE on the atoms of one batch by generated kernels, in the two passes of a training step.
+
+The first pass computes values, and cotangents for the forces; the second tangents along a direction of motion, and gradients of
+weights. Features are stacks (R, n_atoms, 2l + 1, channels): values alone in the first pass (R = 1), values and tangents in the
+second (R = 2). Convolution and contraction are functions of autograd around kernels. What the first pass has computed is not
+computed again: the second pass needs tangents of what has values already, and cotangents of its tangents are those with which
+forces were computed. Everything else is linear in stacks, or differentiated by PyTorch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import torch
+import torch.autograd.forward_ad as forward_ad
+from torch import Tensor
+
+from forgefield.kernels.contraction.passes import Contraction, compile_contractions, contraction_refusal
+from forgefield.kernels.convolution.form import Form, form_of
+from forgefield.kernels.convolution.passes import Convolution, Motion, Planned, Radial, Rows, compile_together
+from forgefield.kernels.core.fields import TANGENT, VALUE, new_field
+from forgefield.kernels.dense.products import AtomsBySpecies
+from forgefield.kernels.radial.layer import RadialTable
+from forgefield.kernels.radial.table import Intervals, TableGradient
+from forgefield.ops.autograd import AutogradContext, Gradients, TypedFunction
+from forgefield.ops.graph import EdgeGraph, Segments, gather
+from forgefield.ops.products import is_lowered, product
+
+if TYPE_CHECKING:
+    from forgefield.models.mace.interaction import Interaction, Product
+
+
+@dataclass(frozen=True)
+class Atoms:
+    """species: (n_atoms,). by_species: atoms sorted by species, where gradients of weights of several species are computed."""
+
+    species: Tensor
+    n_species: int
+    by_species: AtomsBySpecies | None
+
+
+@dataclass(frozen=True)
+class EdgePass:
+    """What a layer reads of the edges in the first pass: with a table, positions and directions have gradients; without,
+    harmonics and rows of weights.
+
+    density: (n_atoms, 1), or with tangents (n_atoms, 2, 1) in the second pass, for interactions that have one.
+    """
+
+    harmonics: Tensor
+    radial: Radial
+    tracked: tuple[Tensor, Tensor]
+    density: Tensor | None
+
+
+@dataclass(frozen=True)
+class MovedPass:
+    """What a layer reads of the edges in the second pass.
+
+    tracked: tensors that the radial weights are computed from: with a table those of `RadialTable.tracked`, without it rows of
+    weights and their tangents. at, position: edges by interval of the table, and their positions.
+    """
+
+    motion: Motion
+    tracked: tuple[Tensor, Tensor]
+    density: Tensor | None
+    table: RadialTable | None = None
+    at: Intervals | None = None
+    position: Tensor | None = None
+
+
+class Layer:
+    """One layer on one batch, with what the first pass leaves for the second."""
+
+    def __init__(
+        self, interaction: Interaction, polynomials: Product, graph: EdgeGraph, atoms: Atoms, *, first: bool
+    ) -> None:
+        self.interaction, self.product, self.graph, self.atoms, self.first = (
+            interaction,
+            polynomials,
+            graph,
+            atoms,
+            first,
+        )
+        self.form = form_of_interaction(interaction)
+        like = interaction.linear.weight.detach()
+        self.x, self.to_x = (new_field(self.form.features, graph.n_atoms, like) for _ in range(2))
+        self.z, self.to_z = (new_field(self.form.outputs, graph.n_atoms, like) for _ in range(2))
+        self.sums = [self._stack(like, 2 * block.l + 1, block.mul) for block in interaction.summed]
+        self.by_kernels = contraction_refusal(polynomials.plan) is None
+        channels = polynomials.weights[0].shape[2]
+        self.results = [self._stack(like, output.irrep.dim, channels) for output in polynomials.plan.outputs]
+        self.to_features: list[Tensor] = []
+        self.convolution: Convolution | None = None
+
+    def _stack(self, like: Tensor, components: int, channels: int) -> Tensor:
+        return like.new_empty((2, self.graph.n_atoms, components, channels))
+
+    def planned(self, radial: Radial) -> Planned:
+        return Planned(self.form, radial, self.first, self.x, self.z, self.to_x, self.to_z)
+
+    # ---- the two passes: blocks of stacks -> blocks of stacks. In the first layer, blocks are those of species.
+
+    def at_rest(self, blocks: list[Tensor], edges: EdgePass) -> list[Tensor]:
+        sent = self._sent(blocks, trained=False)
+        matrices = [matrix.detach() for matrix in self.interaction.linear.matrices()]
+        sums = _Sums.apply(self, edges.harmonics, edges.radial, matrices, *edges.tracked, *sent)
+        features, residual = self._features(list(sums), sent, blocks, edges.density)
+        return self._new_features(features, residual, trained=False)
+
+    def moved(self, blocks: list[Tensor], edges: MovedPass) -> list[Tensor]:
+        sent = self._sent(blocks, trained=True)
+        sums = _MovingSums.apply(self, edges, *edges.tracked, *self.interaction.linear.matrices(), *sent)
+        features, residual = self._features(list(sums), sent, blocks, edges.density)
+        return self._new_features(features, residual, trained=True)
+
+    def _sent(self, blocks: list[Tensor], *, trained: bool) -> list[Tensor]:
+        """What neighbours read, in the first layer values alone. trained: with a gradient in the weights."""
+        interaction = self.interaction
+        mixed = _mapped([blocks[i] for i in interaction.up_from], interaction.linear_up.matrices(), trained)
+        return [self._of_atoms(stack, 1) for stack in mixed] if self.first else mixed
+
+    def _features(
+        self, sums: list[Tensor], sent: list[Tensor], blocks: list[Tensor], density: Tensor | None
+    ) -> tuple[list[Tensor], list[Tensor] | None]:
+        """Features that polynomials are taken of, and what is added to the result."""
+        interaction, species, n_rows = self.interaction, self.atoms.species, sums[0].shape[0]
+        if interaction.kind == "residual":
+            complete = interaction.complete([stack.flatten(0, 1) for stack in sums])
+            return [x.unflatten(0, (n_rows, -1)) for x in complete], self._residual(blocks)
+        inputs = [*sums, *(_with_tangents(x, n_rows) for x in sent), *(self._of_atoms(x, n_rows) for x in blocks)]
+        inputs += [] if density is None else [density.unsqueeze(0) if n_rows == 1 else density.transpose(0, 1)]
+
+        def finish(tensors: list[Tensor]) -> list[Tensor]:
+            parts, sources, old, rest = cut_list(tensors, [len(sums), len(sent), len(blocks)])
+            joined = torch.cat([source.flatten(1) for source in sources], 1)
+            new, residual = interaction.finish(parts, rest[0] if rest else None, joined, old, species)
+            return [*new, *(residual or [])]
+
+        new, residual = cut_list(moving(finish, inputs), [len(interaction.targets)])
+        return new, residual or None
+
+    def _residual(self, blocks: list[Tensor]) -> list[Tensor]:
+        """Old features mapped by species. In the first layer they depend on species alone, and are values."""
+        interaction, species = self.interaction, self.atoms.species
+        if self.first:
+            numbers = torch.arange(self.atoms.n_species, device=species.device)
+            tables = interaction.residual([block.squeeze(0) for block in blocks], numbers)
+            return [self._of_atoms(table.unsqueeze(0), 1) for table in tables]
+        n_rows = blocks[0].shape[0]
+        mapped = interaction.residual([block.flatten(0, 1) for block in blocks], species.repeat(n_rows))
+        return [x.unflatten(0, (n_rows, -1)) for x in mapped]
+
+    def _of_atoms(self, stack: Tensor, n_rows: int) -> Tensor:
+        """Features of atoms; those of the first layer are given for species."""
+        if self.first:
+            stack = gather(stack.squeeze(0), Segments(self.atoms.species, self.atoms.n_species)).unsqueeze(0)
+        return _with_tangents(stack, n_rows)
+
+    def _new_features(self, features: list[Tensor], residual: list[Tensor] | None, *, trained: bool) -> list[Tensor]:
+        polynomials = self.product
+        if self.by_kernels:
+            table = polynomials.table()
+            table = (table if trained else table.detach()).contiguous()
+            function = _MovingContracted if trained else _Contracted
+            results = list(function.apply(self, table, *(stack.contiguous() for stack in features)))
+        else:
+            results = moving(lambda parts: polynomials.polynomials(parts, self.atoms.species), features)
+        new = _mapped(results, polynomials.linear.matrices(), trained)
+        if residual is None:
+            return new
+        return [x + old if len(old) == len(x) else torch.cat([x[:1] + old, x[1:]]) for x, old in zip(new, residual)]
+
+
+def form_of_interaction(interaction: Interaction) -> Form:
+    """The form of its convolution: results of the same irrep are adjacent."""
+    targets = tuple(tuple(interaction.paths(block)) for block in interaction.summed)
+    return form_of(interaction.plan, targets, (0,) * len(targets))
+
+
+def compile_layers(layers: Sequence[Layer], edges: Sequence[EdgePass]) -> None:
+    """Compile the kernels of all convolutions and contractions for a training, unless that has been done."""
+    planned = [layer.planned(edge_pass.radial) for layer, edge_pass in zip(layers, edges)]
+    compile_together(planned, layers[0].graph, edges[0].harmonics)
+    contractions = [
+        Contraction(layer.product.plan, layer.product.table().detach(), layer.atoms.species)
+        for layer in layers
+        if layer.by_kernels
+    ]
+    compile_contractions(contractions, layers[0].atoms.by_species)
+
+
+# ---- stacks
+
+
+def moving(function: Callable[[list[Tensor]], list[Tensor]], stacks: Sequence[Tensor]) -> list[Tensor]:
+    """Apply `function` of tensors (n, ...) to stacks (R, n, ...): values alone, or values and tangents."""
+    if stacks[0].shape[0] == 1:
+        return [value.unsqueeze(0) for value in function([stack.squeeze(0) for stack in stacks])]
+    with forward_ad.dual_level():
+        outputs = function([forward_ad.make_dual(stack[0], stack[1]) for stack in stacks])
+        pairs = [forward_ad.unpack_dual(value) for value in outputs]
+        return [
+            torch.stack([pair.primal, torch.zeros_like(pair.primal) if pair.tangent is None else pair.tangent])
+            for pair in pairs
+        ]
+
+
+def _with_tangents(stack: Tensor, n_rows: int) -> Tensor:
+    return stack if len(stack) == n_rows else torch.cat([stack, torch.zeros_like(stack)])
+
+
+def _mapped(stacks: Sequence[Tensor], matrices: Sequence[Tensor], trained: bool) -> list[Tensor]:
+    return [linear(x, matrix if trained else matrix.detach()) for x, matrix in zip(stacks, matrices)]
+
+
+def cut_list(tensors: list[Tensor], lengths: Sequence[int]) -> list[list[Tensor]]:
+    """Consecutive parts of these lengths, and the rest."""
+    parts = []
+    for length in lengths:
+        parts.append(tensors[:length])
+        tensors = tensors[length:]
+    return [*parts, tensors]
+
+
+ROWS = 2048
+"""Rows that are summed by one product for the gradient of a matrix: libraries split long sums badly."""
+
+
+def linear(x: Tensor, matrix: Tensor) -> Tensor:
+    """x (..., c) times matrix (c, d)."""
+    result: Tensor = product(x, matrix) if is_lowered(x) else _Linear.apply(x, matrix)
+    return result
+
+
+class _Linear(TypedFunction):
+    @staticmethod
+    def forward(ctx: AutogradContext, x: Tensor, matrix: Tensor) -> Tensor:
+        ctx.save_for_backward(x, matrix)
+        return x @ matrix
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx: AutogradContext, to_result: Tensor) -> Gradients:
+        x, matrix = ctx.saved_tensors
+        wants_x, wants_matrix = ctx.needs_input_grad
+        to_x = to_result @ matrix.t() if wants_x else None
+        return to_x, matrix_gradient(x.flatten(0, -2), to_result.flatten(0, -2)) if wants_matrix else None
+
+
+def matrix_gradient(x: Tensor, to_result: Tensor) -> Tensor:
+    """(c, d): transpose of x (n, c) times to_result (n, d)."""
+    n_parts = x.shape[0] // ROWS
+    if is_lowered(x) or n_parts < 2:
+        return product(x.t(), to_result)
+    n = n_parts * ROWS
+    parts = torch.bmm(x[:n].view(n_parts, ROWS, -1).transpose(1, 2), to_result[:n].reshape(n_parts, ROWS, -1))
+    return torch.addmm(parts.sum(0), x[n:].t(), to_result[n:])
+
+
+# ---- sums over neighbours
+
+
+def _multiply(x: Tensor, matrix: Tensor, out: Tensor) -> None:
+    """Write a product of rows."""
+    if is_lowered(x):
+        out.copy_(product(x, matrix))
+    else:
+        torch.mm(x, matrix, out=out)
+
+
+class _Sums(TypedFunction):
+    """Inputs: the two tensors of the radial weights; then what neighbours send."""
+
+    @staticmethod
+    def forward(
+        ctx: AutogradContext,
+        layer: Layer,
+        harmonics: Tensor,
+        radial: Radial,
+        matrices: list[Tensor],
+        first: Tensor,
+        second: Tensor,
+        *sent: Tensor,
+    ) -> tuple[Tensor, ...]:
+        ctx.layer, ctx.matrices, ctx.in_table = layer, matrices, radial.in_table
+        layer.x.fill(VALUE, [stack[0] for stack in sent])
+        layer.convolution = Convolution(layer.form, layer.graph, harmonics, radial, still=layer.first)
+        layer.convolution.values(layer.x, layer.z)
+        for number, (stack, matrix) in enumerate(zip(layer.sums, matrices)):
+            _multiply(layer.z.rows(number, VALUE), matrix, stack[VALUE].flatten(0, 1))
+        return tuple(stack[:1] for stack in layer.sums)
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx: AutogradContext, *to_sums: Tensor) -> Gradients:
+        layer: Layer = ctx.layer
+        assert layer.convolution is not None
+        for number, (to_stack, matrix) in enumerate(zip(to_sums, ctx.matrices)):
+            _multiply(to_stack.reshape(-1, matrix.shape[1]), matrix.t(), layer.to_z.rows(number, TANGENT))
+        columns = 4 if ctx.in_table else layer.form.n_harmonics
+        parts = layer.z.flat.new_empty((layer.form.n_chunks, layer.graph.n_edges, columns))
+        to_x = None if layer.first else layer.to_x
+        of_rows = layer.convolution.forces(layer.x, layer.to_z, to_x, parts)
+        geometry = parts.sum(0)
+        radial = (geometry[:, 3], geometry[:, :3])
+        if not ctx.in_table:
+            radial = (geometry, _shared_rows(of_rows, layer.graph))
+        to_sent: list[Tensor | None] = [None] * len(layer.x.shape.blocks)
+        if not layer.first:
+            to_sent = [block.unsqueeze(0) for block in layer.to_x.blocks(TANGENT)]
+        return None, None, None, None, *radial, *to_sent
+
+
+class _MovingSums(TypedFunction):
+    """Inputs: the two tensors that radial weights are computed from; then the matrices of the linear map after the sum; then
+    what neighbours send."""
+
+    @staticmethod
+    def forward(
+        ctx: AutogradContext, layer: Layer, edges: MovedPass, first: Tensor, second: Tensor, *inputs: Tensor
+    ) -> tuple[Tensor, ...]:
+        matrices, sent = inputs[: len(layer.sums)], inputs[len(layer.sums) :]
+        ctx.layer, ctx.edges, ctx.matrices = layer, edges, [matrix.detach() for matrix in matrices]
+        assert layer.convolution is not None
+        if not layer.first:
+            layer.x.fill(TANGENT, [stack[TANGENT] for stack in sent])
+        layer.convolution.tangents(layer.x, layer.z, edges.motion)
+        for number, (stack, matrix) in enumerate(zip(layer.sums, matrices)):
+            _multiply(layer.z.rows(number, TANGENT), matrix, stack[TANGENT].flatten(0, 1))
+        return tuple(stack.detach() for stack in layer.sums)
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx: AutogradContext, *to_sums: Tensor) -> Gradients:
+        layer: Layer = ctx.layer
+        edges: MovedPass = ctx.edges
+        assert layer.convolution is not None
+        to_matrices = []
+        for number, (to_stack, matrix) in enumerate(zip(to_sums, ctx.matrices)):
+            rows = to_stack.reshape(-1, matrix.shape[1])
+            _multiply(rows[: len(rows) // 2], matrix.t(), layer.to_z.rows(number, VALUE))
+            to_matrices.append(matrix_gradient(layer.z.both(number), rows))
+        collected = _RowGradients(layer.graph) if edges.table is None else _TableGradients(edges)
+        layer.convolution.back(layer.x, layer.to_z, layer.to_x, edges.motion, collected.add)
+        blocks, n_atoms = layer.x.shape.blocks, layer.graph.n_atoms
+        if layer.first:
+            to_sent = [block.unsqueeze(0) for block in layer.to_x.blocks(VALUE)]
+        else:
+            to_sent = [layer.to_x.both(i).view(2, n_atoms, *blocks[i]) for i in range(len(blocks))]
+        return None, None, *collected.result(), *to_matrices, *to_sent
+
+
+class _RowGradients:
+    """Cotangents of rows of weights and of their tangents, from those of every edge."""
+
+    def __init__(self, graph: EdgeGraph) -> None:
+        self.graph = graph
+        self._rows: list[Tensor] = []
+
+    def add(self, rows: Rows) -> None:
+        self._rows = [_shared_rows(rows.of_w, self.graph), _shared_rows(rows.of_dw, self.graph)]
+
+    def result(self) -> list[Tensor]:
+        return self._rows
+
+
+class _TableGradients:
+    """Cotangents of the tensors that a table is computed from, from those of the weights of every edge."""
+
+    def __init__(self, edges: MovedPass) -> None:
+        assert edges.table is not None
+        assert edges.at is not None
+        assert edges.position is not None
+        assert edges.motion.position is not None
+        self.table = edges.table
+        n_weights = self.table.matrix.shape[1]
+        self._sums = TableGradient(edges.at, edges.position, edges.motion.position, n_weights)
+
+    def add(self, rows: Rows) -> None:
+        self._sums.add(rows.of_w, rows.of_dw, None if rows.block is None else rows.block.columns)
+
+    def result(self) -> list[Tensor]:
+        return self.table.gradients(self._sums.result())
+
+
+def _shared_rows(of_edges: Tensor, graph: EdgeGraph) -> Tensor:
+    """Cotangents of rows that an edge and its reverse share, from those of every edge."""
+    if graph.pair_edge is None or graph.reverse is None:
+        return of_edges
+    back = graph.reverse.index_select(0, graph.pair_edge)
+    return of_edges.index_select(0, graph.pair_edge) + of_edges.index_select(0, back)
+
+
+# ---- polynomials
+
+
+class _Contracted(TypedFunction):
+    """Inputs: weights of the polynomials, without a gradient; then features (1, n_atoms, 2l + 1, channels)."""
+
+    @staticmethod
+    def forward(ctx: AutogradContext, layer: Layer, table: Tensor, *features: Tensor) -> tuple[Tensor, ...]:
+        ctx.layer = layer
+        ctx.contraction = Contraction(layer.product.plan, table, layer.atoms.species)
+        ctx.features = [stack[0] for stack in features]
+        ctx.contraction.values(ctx.features, [stack[VALUE] for stack in layer.results])
+        return tuple(stack[:1] for stack in layer.results)
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx: AutogradContext, *to_results: Tensor) -> Gradients:
+        layer: Layer = ctx.layer
+        layer.to_features = [x.new_empty((2, *x.shape)) for x in ctx.features]
+        to_features = [stack[TANGENT] for stack in layer.to_features]
+        ctx.contraction.forces(ctx.features, [stack[0].contiguous() for stack in to_results], to_features)
+        return None, None, *(x.unsqueeze(0) for x in to_features)
+
+
+class _MovingContracted(TypedFunction):
+    """Inputs: weights of the polynomials; then features with tangents, (2, n_atoms, 2l + 1, channels)."""
+
+    @staticmethod
+    def forward(ctx: AutogradContext, layer: Layer, table: Tensor, *features: Tensor) -> tuple[Tensor, ...]:
+        ctx.layer = layer
+        ctx.contraction = Contraction(layer.product.plan, table.detach(), layer.atoms.species)
+        ctx.values, ctx.tangents = ([stack[slot] for stack in features] for slot in (VALUE, TANGENT))
+        ctx.contraction.tangents(ctx.values, ctx.tangents, [stack[TANGENT] for stack in layer.results])
+        return tuple(stack.detach() for stack in layer.results)
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx: AutogradContext, *to_results: Tensor) -> Gradients:
+        layer: Layer = ctx.layer
+        to_values, to_tangents = ([stack[slot].contiguous() for stack in to_results] for slot in (VALUE, TANGENT))
+        to_features = [stack[VALUE] for stack in layer.to_features]
+        atoms = layer.atoms.by_species
+        to_table = ctx.contraction.back(ctx.values, ctx.tangents, to_values, to_tangents, to_features, atoms)
+        return None, to_table, *layer.to_features

@@ -1,0 +1,106 @@
+"""MACE through generated kernels against MACE by reference operations: energies, forces, stress and gradients of a training.
+
+On a machine without a GPU the kernels run in Triton's interpreter: `TRITON_INTERPRET=1 pytest tests/kernels`.
+"""
+
+from __future__ import annotations
+
+import gc
+import weakref
+
+import pytest
+import torch
+
+from forgefield.kernels.contraction import passes as contraction
+from forgefield.models.edges import StepMemory
+from forgefield.models.mace import passes
+from forgefield.ops.execution import execution
+from forgefield.training.precision import Precision
+from tests.support.kernels import DEVICE, needs_kernels
+from tests.support.mace_kernel_cases import CASES, mace
+from tests.support.nequip_kernel_cases import batch, step
+
+pytestmark = needs_kernels
+
+
+def relative(found: torch.Tensor, reference: torch.Tensor) -> float:
+    return ((found - reference).norm() / reference.norm().clamp(min=1e-30)).item()
+
+
+def assert_same_step(potential, given) -> None:
+    expected, expected_gradients = step(potential, given, by_kernels=False)
+    found, gradients = step(potential, given, by_kernels=True)
+    for key in ("energy", "forces"):
+        torch.testing.assert_close(found[key], expected[key], rtol=1e-10, atol=1e-10)
+    torch.testing.assert_close(found["stress"][0], expected["stress"][0], rtol=1e-10, atol=1e-10)
+    for one, other in zip(gradients, expected_gradients, strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-9, atol=1e-9)
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_kernels_compute_what_reference_operations_compute(case):
+    assert_same_step(mace("float64", **CASES[case]).to(DEVICE).eval(), batch())
+
+
+def test_polynomials_without_kernels_are_computed_by_reference_operations(monkeypatch):
+    monkeypatch.setattr(contraction, "LONGEST", 0)
+    assert_same_step(mace("float64").to(DEVICE).eval(), batch())
+
+
+def test_several_heads():
+    potential = mace("float64", branches=["pbe", "scan"]).to(DEVICE).eval()
+    given = batch() | {"branch": torch.tensor([1, 0, 1], device=DEVICE)}
+    assert_same_step(potential, given)
+
+
+@pytest.mark.parametrize("case", ["residual, correlation 3", "density", "envelope of weights", "last readout alone"])
+def test_tables_are_as_close_to_float64_as_float32_is(case):
+    given, options = batch(), CASES[case]
+    reference = mace("float64", **options).to(DEVICE).eval()
+    single = mace("float32", **options).to(DEVICE).eval()
+    exact, plain, found = (
+        step(potential, given, by_kernels=by_kernels)
+        for potential, by_kernels in ((reference, False), (single, False), (single, True))
+    )
+    exact_, plain_, found_ = (torch.cat([g.flatten().double() for g in made[1]]) for made in (exact, plain, found))
+    assert relative(found_, exact_) < 3 * relative(plain_, exact_) + 2e-6
+    forces = exact[0]["forces"]
+    assert relative(found[0]["forces"], forces) < 3 * relative(plain[0]["forces"], forces) + 1e-6
+
+
+def test_a_step_in_tf32():
+    given, options = batch(), CASES["plain"]
+    exact, gradients = step(mace("float64", **options).to(DEVICE).eval(), given, by_kernels=False)
+    with Precision("tf32").applied("tf32"):
+        outputs, found = step(mace("float32", **options).to(DEVICE).eval(), given, by_kernels=True)
+    found, gradients = (torch.cat([g.flatten().double() for g in some]) for some in (found, gradients))
+    assert relative(found, gradients) < 4e-3
+    assert relative(outputs["forces"], exact["forces"]) < 2e-3
+
+
+def test_long_sums_of_matrix_gradients(monkeypatch):
+    monkeypatch.setattr(passes, "ROWS", 3)
+    assert_same_step(mace("float64", **CASES["plain"]).to(DEVICE).eval(), batch())
+
+
+def test_forces_alone_are_those_of_a_training():
+    potential, given = mace("float32").to(DEVICE).eval(), batch()
+    with execution(kernels=True):
+        alone = potential(given)
+    trained, _ = step(potential, given, by_kernels=True)
+    assert torch.equal(alone["forces"], trained["forces"])
+    assert torch.equal(alone["energy"], trained["energy"])
+
+
+def test_nothing_of_a_pass_is_left_when_it_is_over():
+    potential = mace("float64").to(DEVICE).eval()
+    memory = StepMemory()
+    gc.disable()
+    try:
+        with execution(kernels=True):
+            potential(batch(), memory=memory)
+        layer = weakref.ref(memory.state.layers[0])
+        memory.clear()
+        assert layer() is None
+    finally:
+        gc.enable()
