@@ -19,7 +19,7 @@ from ase.data import chemical_symbols
 
 from forgefield.data.reading import locked
 from forgefield.errors import ForgefieldError
-from forgefield.files import cache_folder, written_whole
+from forgefield.files import cache_folder, written_atomically
 from forgefield.ldos.data.info import SnapshotInfo
 from forgefield.ldos.descriptor_options import DescriptorOptions
 from forgefield.ldos.descriptors.grid import make_descriptors
@@ -59,7 +59,7 @@ def computed_inputs(info: SnapshotInfo, options: DescriptorOptions) -> Path:
             device = "cuda" if torch.cuda.is_available() else "cpu"
             descriptors = make_descriptors(options, species)
             values = descriptors.on_grid(atoms.cell, atoms.positions, atoms.numbers, atoms.pbc, info.grid_shape, device)
-            with written_whole(path) as partial:
+            with written_atomically(path) as partial:
                 np.save(partial, values.cpu().numpy().astype(np.float32))
     return path
 
