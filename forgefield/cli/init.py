@@ -50,7 +50,9 @@ def run(args: argparse.Namespace) -> int:
     if are_snapshots(files):
         out, about = propose_points_config(files, overrides, out=args.out, name=args.name, overwrite=args.force)
         print(f"{', '.join(files)}: {about}")
-        print(f"wrote {out}; enter the energies of the levels (data.points.energies), then: forgefield train {out}")
+        has_energies = any(word.startswith("data.points.energies") for word in overrides)
+        todo = "train with:" if has_energies else "enter the energies of the levels (data.points.energies), then:"
+        print(f"wrote {out}; {todo} forgefield train {out}")
         return 0
     out, facts = propose_config(files, overrides, out=args.out, name=args.name, overwrite=args.force)
     print(f"{', '.join(files)}: {describe(facts)}")
