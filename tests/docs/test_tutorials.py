@@ -92,7 +92,7 @@ SHORTER = {
         ("be15", "be03"),
         ("structures[15]", "structures[3]"),
         ("--twojmax 6", "--twojmax 2"),
-        ("max_epochs=80", "max_epochs=1"),
+        ("max_epochs=80", "max_epochs=20"),
     ],
     "properties": [
         ("range(300)", "range(30)"),
