@@ -15,6 +15,7 @@ from forgefield import api
 from forgefield.cli import main
 from forgefield.data.batch import batch_from_frames
 from forgefield.data.frame import Frame
+from forgefield.data.readers import read_frames
 from forgefield.data.species import SpeciesTable
 from forgefield.errors import ForgefieldError
 from forgefield.models import build_model
@@ -57,6 +58,24 @@ def test_the_import_verb_makes_a_run(frozen, tmp_path, capsys):
     assert main(["import", "deepmd", str(path), "--out", str(tmp_path / "runs")]) == 0
     assert "frozen model" in capsys.readouterr().out
     assert api.load(tmp_path / "runs" / path.stem).species == ("O", "H")
+
+
+def test_systems_without_type_map_have_the_types_of_the_model(frozen, tmp_path):
+    path, expected = frozen
+    assert main(["import", "deepmd", str(path), "--out", str(tmp_path / "runs")]) == 0
+    run, system = tmp_path / "runs" / path.stem, tmp_path / "system"
+    (system / "set.000").mkdir(parents=True)
+    (system / "type.raw").write_text("\n".join(map(str, expected["atype"][0])))
+    for name in ("coord", "box", "energy", "force"):
+        np.save(system / "set.000" / f"{name}.npy", expected[name].reshape(1, -1))
+    errors = api.test(run, str(system))
+    assert errors["energy_mae"] < 1e-10
+    assert errors["forces_mae"] < 1e-10
+    (predicted,) = api.predict(run, str(system))
+    assert predicted.get_chemical_symbols() == ["OH"[t] for t in expected["atype"][0]]
+    np.testing.assert_allclose(predicted.get_forces(), expected["force"][0], atol=1e-7)
+    with pytest.raises(ForgefieldError, match=r"type_map.raw, so its atom types have no elements"):
+        read_frames(str(system))  # without a model, nobody knows them
 
 
 def rewritten(path: Path, change) -> Path:
