@@ -30,6 +30,7 @@ from engines import whole_step
 
 from forgefield.data.batch import Batch, batch_from_frames, to_device
 from forgefield.data.options import LabelOptions, UnitOptions
+from forgefield.data.padding import plan_sizes, sizes
 from forgefield.data.readers import read_frames
 from forgefield.data.species import SpeciesTable
 from forgefield.errors import ForgefieldError
@@ -41,7 +42,6 @@ from forgefield.tasks.task import Task
 from forgefield.training.engines.compiled import CompileEngine
 from forgefield.training.engines.engine import Engine
 from forgefield.training.engines.graphs import GraphsEngine
-from forgefield.training.engines.padding import plan_sizes, sizes
 from forgefield.training.engines.step import StepFunction
 from forgefield.training.engines.verify import require_equal
 from forgefield.training.precision import TOLERANCES

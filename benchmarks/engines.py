@@ -35,6 +35,7 @@ from engines_peers import MODES, Peers
 
 from forgefield.bench.training import water
 from forgefield.data.batch import Batch, batch_from_frames, to_device
+from forgefield.data.padding import plan_sizes, sizes
 from forgefield.data.readers import frames_from_atoms
 from forgefield.data.species import SpeciesTable
 from forgefield.errors import ForgefieldError
@@ -48,7 +49,6 @@ from forgefield.training.engines.choose import Choice, kernels_refusal
 from forgefield.training.engines.compiled import CompileEngine
 from forgefield.training.engines.engine import Engine
 from forgefield.training.engines.graphs import GraphsEngine
-from forgefield.training.engines.padding import plan_sizes, sizes
 from forgefield.training.engines.script import ScriptEngine
 from forgefield.training.engines.step import DERIVATIVES, StepFunction
 from forgefield.training.engines.verify import require_equal

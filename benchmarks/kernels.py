@@ -32,6 +32,7 @@ from engines import MODELS, SPECIES, Trained, seconds_of, trained, water_batch, 
 from torch import Tensor
 
 from forgefield.data.batch import Batch
+from forgefield.data.padding import plan_sizes, sizes
 from forgefield.kernels.convolution.form import Form, form_of
 from forgefield.kernels.convolution.passes import Convolution, Motion, Radial, Rows
 from forgefield.kernels.convolution.sums import sum_into_field
@@ -51,7 +52,6 @@ from forgefield.ops.execution import STORAGE, execution
 from forgefield.ops.graph import EdgeGraph, edge_graph
 from forgefield.training.engines.engine import Engine
 from forgefield.training.engines.graphs import GraphsEngine
-from forgefield.training.engines.padding import plan_sizes, sizes
 from forgefield.training.engines.step import StepFunction
 from forgefield.training.precision import Precision
 

@@ -22,18 +22,18 @@ from ase import Atoms
 from torch.profiler import ProfilerActivity, profile
 
 from forgefield.data.batch import Batch, batch_from_frames, to_device
+from forgefield.data.padding import plan_sizes, sizes
 from forgefield.data.readers import frames_from_atoms
 from forgefield.data.species import SpeciesTable
+from forgefield.inference.capture import capture
 from forgefield.models.building import build_model
 from forgefield.models.potential import Potential
 from forgefield.models.resolving import resolve_model
 from forgefield.tasks.metrics import ErrorMetrics
 from forgefield.tasks.options import TargetOptions, TaskOptions
 from forgefield.tasks.task import Task
-from forgefield.training.engines.capture import capture
 from forgefield.training.engines.engine import Engine
 from forgefield.training.engines.graphs import GraphsEngine
-from forgefield.training.engines.padding import plan_sizes, sizes
 from forgefield.training.engines.step import StepFunction
 from forgefield.training.engines.verify import require_equal
 from forgefield.training.optim.captured_update import CapturedUpdate

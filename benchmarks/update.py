@@ -22,8 +22,8 @@ import torch
 from engines import BATCHES, MODELS, batch_of, trained
 from torch import Tensor, nn
 
+from forgefield.data.padding import blank_frames, sizes
 from forgefield.training.engines.graphs import StaticInputs
-from forgefield.training.engines.padding import blank_frames, sizes
 from forgefield.training.optim import captured_update
 from forgefield.training.optim.averages import WeightAverage
 from forgefield.training.optim.captured_update import CapturedUpdate

@@ -145,7 +145,7 @@ def _measure(config: Config, ranks: Ranks, job: Job) -> int:
 def _work(config: Config, ranks: Ranks, job: Job) -> int:
     """Limits of the device, work of a step in each precision, and the structures of the first batch for peers."""
     from forgefield.bench.step import bare_step, measure_limits
-    from forgefield.training.engines.padding import sizes
+    from forgefield.data.padding import sizes
 
     content: dict[str, Any] = {"work": {}}
     refusals, data = [], None

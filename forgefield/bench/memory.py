@@ -20,12 +20,12 @@ from torch import Tensor
 
 from forgefield.bench.step import BareStep, bare_step
 from forgefield.data.batch import Batch, is_memory_error
+from forgefield.data.padding import SizePlan, sizes
 from forgefield.data.sampling.loader import FrameLoader
 from forgefield.errors import ForgefieldError
 from forgefield.settings import Config
 from forgefield.training.engines.choose import ENGINES, Choice, EngineSetup, build, requested_choice
 from forgefield.training.engines.engine import Engine
-from forgefield.training.engines.padding import SizePlan, sizes
 
 SMALL_BATCHES = (1, 2, 4)
 """Numbers of frames in the measured batches."""

@@ -25,13 +25,13 @@ from torch.utils.flop_counter import flop_registry
 
 from forgefield.data.batch import Batch, batch_shapes, to_device, with_edges
 from forgefield.data.module import DataModule, FrameData
+from forgefield.data.padding import sizes
 from forgefield.models.potential import Potential
 from forgefield.settings import Config
 from forgefield.tasks.metrics import ErrorMetrics
 from forgefield.tasks.task import Task
 from forgefield.training.engines.choose import table_knots
 from forgefield.training.engines.engine import Engine
-from forgefield.training.engines.padding import sizes
 from forgefield.training.engines.step import StepFunction
 from forgefield.training.optim.averages import StochasticAverage, WeightAverage, weight_average
 from forgefield.training.optim.optimisers import build_optimiser

@@ -5,7 +5,6 @@ Neither the user's model nor the frames are changed: a modified frame is a new f
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
@@ -17,7 +16,7 @@ from forgefield.data.frame import Frame
 from forgefield.data.labels.fields import fields_of
 from forgefield.data.neighbours.graph import graph_of
 from forgefield.data.species import SpeciesTable
-from forgefield.models.potential import Potential
+from forgefield.models.potential import Potential, float64_copy
 
 
 @dataclass(frozen=True)
@@ -80,16 +79,6 @@ class Probe:
     def energies(self, frames: Sequence[Frame]) -> np.ndarray:
         """Energies only (n_frames,), eV."""
         return self.potential(self.batch(frames), forces=False, stress=False)["energy"].detach().cpu().numpy()
-
-
-def float64_copy(potential: Potential) -> Potential:
-    """An independent copy in evaluation mode that computes in float64.
-
-    Built-in models are rebuilt with the same weights, because the constants of a float32 model are rounded.
-    """
-    double = copy.deepcopy(potential).to(torch.float64)
-    double.set_model(double.interface.in_float64())
-    return double.eval()
 
 
 def edited(

@@ -9,7 +9,7 @@ from __future__ import annotations
 import copy
 import os
 import warnings
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
@@ -32,6 +32,8 @@ from forgefield.data.neighbours.graph import (
 )
 from forgefield.data.species import SpeciesTable
 from forgefield.errors import ForgefieldError
+from forgefield.inference.engine.comparison import Deviation, compare
+from forgefield.inference.engine.device import DeviceEngine, Systems, choose_engine
 from forgefield.inference.ensemble import Ensemble
 from forgefield.inference.evaluate import evaluate_batch, per_atom_outputs
 from forgefield.inference.uncertainty import with_uncertainty
@@ -87,6 +89,8 @@ class VerletList:
         return bool(np.max(np.einsum("ij,ij->i", moved, moved)) <= (self.skin / 2) ** 2)
 
 
+DEFAULT_SKIN = 0.5
+"""A, of lists on the host."""
 RESPONSES = {"dipole", "polarizability"}
 """Outputs that make a calculator of a model without an energy."""
 
@@ -107,12 +111,17 @@ class Calculator(AseCalculator):
     dtype
         Arithmetic inside the network, `float32` or `float64`, for a run; default: as trained.
     skin
-        How far beyond the cutoff neighbours are remembered, A.
+        How far beyond the cutoff neighbours are remembered, A; default: 1 with the engine, otherwise 0.5.
     trust_code
         Whether code that the run names, such as a user's model, may be imported.
     uncertainty
         `energy` or `forces`, to add uncertainties of energies, or of energies and forces, to the results; for a run that has
         them (`forgefield uncertainty RUN`). An ensemble always has both.
+    engine
+        Whether models are evaluated by captured CUDA graphs with kernels; an error where that is not possible. Default: on a
+        GPU, for models that it supports.
+    notify
+        Receives the deviation of the engine from the eager model in float64, once, before the first result.
 
     Notes
     -----
@@ -150,10 +159,12 @@ class Calculator(AseCalculator):
         which: str = "best",
         device: str | torch.device = "cpu",
         dtype: str | torch.dtype | None = None,
-        skin: float = 0.5,
+        skin: float | None = None,
         head: str | None = None,
         trust_code: bool = False,
         uncertainty: str | None = None,
+        engine: bool | None = None,
+        notify: Callable[[str], None] = print,
     ) -> None:
         super().__init__()
         self.device = torch.device(device)
@@ -179,7 +190,12 @@ class Calculator(AseCalculator):
         known = ["forces"] if self.forces_are_direct and not known else known
         self.implemented_properties = [*known, *self.potential.extra_outputs, *self.potential.uncertainty_outputs]
         self.species = SpeciesTable(self.potential.species, trained=True)
-        self.neighbours = VerletList(graph_of(self.potential), skin)
+        self.neighbours = VerletList(graph_of(self.potential), DEFAULT_SKIN if skin is None else skin)
+        self.engine = choose_engine(self.potential, self.device, engine, skin, notify)
+        """The engine that evaluates the model; None where the eager model does."""
+        self.deviation: Deviation | None = None
+        """Deviation of the engine from the eager model in float64, on the first structure."""
+        self._composition: tuple[np.ndarray, np.ndarray] | None = None
 
     def calculate(
         self,
@@ -188,6 +204,9 @@ class Calculator(AseCalculator):
         system_changes: Sequence[str] = all_changes,
     ) -> None:
         """Evaluate the model. Forces and stress come together; energies alone are cheaper."""
+        if self.engine is not None:
+            self._by_engine(self.engine, atoms, properties, system_changes)
+            return
         super().calculate(atoms, list(properties), list(system_changes))
         frame = check_frame(frame_of_atoms(self.atoms))
         has_volume = frame.volume > 0
@@ -218,6 +237,45 @@ class Calculator(AseCalculator):
             if "stress" in out:
                 self.results["stress"] = full_3x3_to_voigt_6_stress(out["stress"][0])
 
+    def _by_engine(
+        self, engine: DeviceEngine, atoms: Atoms | None, properties: Sequence[str], system_changes: Sequence[str]
+    ) -> None:
+        if list(system_changes) == ["positions"] and self.atoms is not None and atoms is not None:
+            self.atoms.arrays["positions"][:] = atoms.arrays["positions"]
+        else:
+            super().calculate(atoms, list(properties), list(system_changes))
+            self._set_systems(engine)
+        structure = self.atoms
+        cell = structure.cell.array
+        has_volume = bool(structure.cell.volume > 0)
+        if "stress" in properties and not has_volume:
+            raise PropertyNotImplementedError("stress needs a cell with a volume; this structure has none")
+        gradients = "forces" in properties or "stress" in properties
+        found = engine.evaluate_on_host(structure.arrays["positions"], cell, gradients=gradients)
+        energy = float(found.energy[0])
+        self.results = {"energy": energy, "free_energy": energy, "energies": found.atomic_energy.numpy().copy()}
+        if found.forces is not None and found.stress is not None:
+            self.results["forces"] = found.forces.numpy().copy()
+            if has_volume:
+                self.results["stress"] = full_3x3_to_voigt_6_stress(found.stress[0].numpy())
+
+    def _set_systems(self, engine: DeviceEngine) -> None:
+        """Pass a new composition to the engine; the first one also to the eager model."""
+        frame = check_frame(frame_of_atoms(self.atoms))
+        before, now = self._composition, (frame.numbers, np.asarray(frame.pbc, dtype=bool))
+        if before is not None and all(np.array_equal(one, other) for one, other in zip(before, now)):
+            return
+        species = torch.from_numpy(self.species.index(frame.numbers, where=frame.where)).to(self.device)
+        systems = Systems(
+            species, torch.tensor([len(frame)], device=self.device), torch.from_numpy(now[1])[None].to(self.device)
+        )
+        engine.set_systems(systems)
+        self._composition = now
+        if self.deviation is None:
+            positions, cell = (torch.from_numpy(array).to(self.device) for array in (frame.positions, frame.cell[None]))
+            self.deviation = compare(engine, systems, positions, cell)
+            engine.notify(f"Evaluation engine, {engine.describe()}: {self.deviation}.")
+
     def forget_structures(self) -> None:
         """Drop results and neighbour lists, so that the next result does not depend on earlier structures to the last bit.
 
@@ -225,6 +283,7 @@ class Calculator(AseCalculator):
         """
         self.reset()
         self.neighbours = VerletList(self.neighbours.graph, self.neighbours.skin)
+        self._composition = None
         for module in self.potential.modules():
             if callable(forget := getattr(module, "forget_structures", None)):
                 forget()

@@ -1,14 +1,15 @@
 """A trained model for torch-sim: energies, forces and stress of many systems in one batch.
 
-Neighbour lists have a skin, as in the ASE calculator: a list is built again only when one of its atoms has moved by half the
-skin or the cell has changed, and only pairs within the cutoff reach the model, so that results do not depend on the skin.
-On a CPU each system has a list of its own; on a GPU the lists of all systems are built together.
+On a GPU the evaluation engine (`inference/engine`) evaluates models that it supports; states stay on the device. Otherwise the
+eager model does, with neighbour lists that have a skin, as in the ASE calculator: a list is built again only when one of its
+atoms has moved by half the skin or the cell has changed, and only pairs within the cutoff reach the model, so that results do
+not depend on the skin. On a CPU each system has a list of its own; on a GPU the lists of all systems are built together.
 """
 
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import numpy as np
@@ -20,7 +21,9 @@ from forgefield.data.frame import Frame
 from forgefield.data.neighbours.graph import GraphOptions, graph_of
 from forgefield.data.species import SpeciesTable
 from forgefield.errors import ForgefieldError
-from forgefield.inference.ase import VerletList
+from forgefield.inference.ase import DEFAULT_SKIN, VerletList
+from forgefield.inference.engine.comparison import Deviation, compare
+from forgefield.inference.engine.device import DeviceEngine, Systems, choose_engine
 from forgefield.inference.evaluate import evaluate_batch
 from forgefield.inference.uncertainty import with_uncertainty
 from forgefield.models.potential import Potential
@@ -47,13 +50,18 @@ class Model(ModelInterface):  # type: ignore[misc]
     compute_forces, compute_stress
         What to compute in addition to energies.
     skin
-        Distance beyond the cutoff up to which neighbours are remembered, A.
+        Distance beyond the cutoff up to which neighbours are remembered, A; default: 1 with the engine, otherwise 0.5.
     head
         Branch of a model with several branches.
     trust_code
         Whether to import code to which the run refers, such as a user-defined model.
     uncertainty
         `energy` or `forces`, to add uncertainties to the results of a run that has them.
+    engine
+        Whether models are evaluated by captured CUDA graphs with kernels; an error where that is not possible. Default: on a
+        GPU, for models that it supports.
+    notify
+        Receives the deviation of the engine from the eager model in float64, once, before the first result.
     """
 
     def __init__(
@@ -65,10 +73,12 @@ class Model(ModelInterface):  # type: ignore[misc]
         dtype: torch.dtype = torch.float64,
         compute_forces: bool = True,
         compute_stress: bool = True,
-        skin: float = 0.5,
+        skin: float | None = None,
         head: str | None = None,
         trust_code: bool = False,
         uncertainty: str | None = None,
+        engine: bool | None = None,
+        notify: Callable[[str], None] = print,
     ) -> None:
         super().__init__()
         self._device = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
@@ -91,9 +101,15 @@ class Model(ModelInterface):  # type: ignore[misc]
         graph = graph_of(self.potential)
         all_pairs = graph.adaptive_cutoff is None and graph.max_neighbours is None
         batched = self._device.type == "cuda" and all_pairs
+        host_skin = DEFAULT_SKIN if skin is None else skin
         self.neighbours: SystemLists | BatchedLists = (
-            BatchedLists(graph.cutoff, skin) if batched else SystemLists(graph, skin)
+            BatchedLists(graph.cutoff, host_skin) if batched else SystemLists(graph, host_skin)
         )
+        self._engine = choose_engine(self.potential, self._device, engine, skin, notify)
+        self._composition: tuple[Tensor, ...] = ()
+        self._versions: tuple[int, ...] = ()
+        self.deviation: Deviation | None = None
+        """Deviation of the engine from the eager model in float64, on the first state."""
 
     @property
     def compute_stress(self) -> bool:
@@ -118,6 +134,8 @@ class Model(ModelInterface):  # type: ignore[misc]
 
         The stress of a system without a volume is NaN.
         """
+        if self._engine is not None:
+            return self._by_engine(self._engine, state)
         batch = self._batch(state)
         outputs, _extra = evaluate_batch(
             self.potential, batch, forces=self._compute_forces, stress=self._compute_stress
@@ -126,28 +144,71 @@ class Model(ModelInterface):  # type: ignore[misc]
         uncertain = (name for name in self.potential.uncertainty_outputs if name in outputs)
         return {name: outputs[name].to(self._dtype) for name in (*names, *uncertain)}
 
+    def _by_engine(self, engine: DeviceEngine, state: Any) -> dict[str, Tensor]:
+        positions, cell = self._geometry(state)
+        values = (_value(state, name) for name in ("atomic_numbers", "system_idx", "pbc"))
+        given = tuple(torch.as_tensor(() if value is None else value) for value in values)
+        if not self._is_known(given):
+            # The tensors are kept, so that others cannot have their addresses.
+            self._composition, self._versions = given, tuple(tensor._version for tensor in given)
+            systems = self._systems(state, cell)
+            engine.set_systems(systems)
+            if self.deviation is None:
+                self.deviation = compare(engine, systems, positions, cell)
+                engine.set_systems(systems)
+                engine.notify(f"Evaluation engine: {self.deviation}.")
+        found = engine.evaluate(positions, cell, gradients=self._compute_forces or self._compute_stress)
+        results = {"energy": found.energy}
+        if self._compute_forces and found.forces is not None:
+            results["forces"] = found.forces
+        if self._compute_stress and found.stress is not None:
+            results["stress"] = found.stress
+        return {name: value.to(self._dtype, copy=True) for name, value in results.items()}
+
+    def _is_known(self, given: tuple[Tensor, ...]) -> bool:
+        """Whether species, systems and periodicity are those of the last state. Tensors of the same address are not compared by
+        value, for which the host would wait for the device."""
+        if tuple(tensor._version for tensor in self._composition) != self._versions:
+            return False  # they have been written to since
+        pairs = list(zip(given, self._composition))
+        same = (a.shape == b.shape and (a.data_ptr() == b.data_ptr() or torch.equal(a, b)) for a, b in pairs)
+        return len(pairs) > 0 and all(same)
+
+    def _geometry(self, state: Any) -> tuple[Tensor, Tensor]:
+        """Positions (n_atoms, 3) and cells with lattice vectors as rows (n_systems, 3, 3), A, float64."""
+        positions = _value(state, "positions").detach().to(self._device, torch.float64).contiguous()
+        cell = _value(state, "cell").detach().to(self._device, torch.float64).mT.contiguous().reshape(-1, 3, 3)
+        return positions, cell
+
+    def _systems(self, state: Any, cell: Tensor) -> Systems:
+        numbers, n_systems = _value(state, "atomic_numbers").cpu().numpy(), len(cell)
+        species = torch.from_numpy(self.species.index(numbers, where="state")).to(self._device)
+        frame = self._frame(state, len(species))
+        pbc = torch.as_tensor(_value(state, "pbc"), dtype=torch.bool, device=self._device).expand(n_systems, 3)
+        return Systems(species, torch.bincount(frame, minlength=n_systems), pbc)
+
+    def _frame(self, state: Any, n_atoms: int) -> Tensor:
+        """System of each atom, (n_atoms,)."""
+        system = _value(state, "system_idx")
+        return (torch.zeros(n_atoms, dtype=torch.int64) if system is None else system).to(self._device, torch.int64)
+
     def _batch(self, state: Any) -> Batch:
         """The batch of a state, which is left as it is. Positions and cells are taken to float64."""
-        value = state.__getitem__ if isinstance(state, Mapping) else lambda name: getattr(state, name)
-        positions = value("positions").detach().to(self._device, torch.float64).contiguous()
-        system = value("system_idx")
-        frame = torch.zeros(len(positions), dtype=torch.int64) if system is None else system
-        frame = frame.to(self._device, torch.int64)
-        cell = value("cell").detach().to(self._device, torch.float64).mT.contiguous().reshape(-1, 3, 3)
-        n_systems = len(cell)
-        n_atoms = torch.bincount(frame, minlength=n_systems)
-        pbc = torch.as_tensor(value("pbc"), dtype=torch.bool, device=self._device).expand(n_systems, 3)
-        numbers = value("atomic_numbers").cpu().numpy()
-        species = torch.from_numpy(self.species.index(numbers, where="state")).to(self._device)
+        positions, cell = self._geometry(state)
+        systems = self._systems(state, cell)
         batch = {
             "positions": positions,
-            "species": species,
-            "frame": frame,
-            "n_atoms": n_atoms,
-            "pbc": pbc,
+            "species": systems.species,
+            "frame": self._frame(state, len(positions)),
+            "n_atoms": systems.n_atoms,
+            "pbc": systems.pbc,
             "cell": cell,
         }
-        return batch | self.neighbours.edges(batch, numbers)
+        return batch | self.neighbours.edges(batch, _value(state, "atomic_numbers").cpu().numpy())
+
+
+def _value(state: Any, name: str) -> Any:
+    return state[name] if isinstance(state, Mapping) else getattr(state, name)
 
 
 class SystemLists:

@@ -16,7 +16,7 @@ import torch
 from forgefield.data.options import DataOptions
 from forgefield.errors import ForgefieldError
 from forgefield.evaluation import load_shared, write_test
-from forgefield.files import written_whole
+from forgefield.files import written_atomically
 from forgefield.ldos.data import PointTable, Selection, StreamLoader, find_snapshots
 from forgefield.ldos.loss import PointErrors
 from forgefield.ldos.model import LDOSNetwork
@@ -240,7 +240,7 @@ def _write_predictions(
         for number in range(len(facts)):
             arrays[f"density_{number}"] = np.concatenate([rank_samples[number] for rank_samples in samples], axis=1)
     path.parent.mkdir(exist_ok=True)
-    with written_whole(path) as partial:
+    with written_atomically(path) as partial:
         np.savez_compressed(partial, allow_pickle=False, **arrays)
 
 

@@ -62,6 +62,7 @@ POINTS_ONLY = ("data.fast", "data.batch.points", "training.block")
 _INSTEAD = {
     "data.cutoff": "the radius of descriptors is data.points.descriptors.cutoff",
     "data.lazy": "data.points.keep=disk leaves the data on disk",
+    "data.keep": "data.points.keep sets where the points are kept",
     "data.units": "the unit of targets is data.points.units",
     "data.batch.frames": "a batch is counted in points: data.batch.points",
     "data.batch.atoms": "a batch is counted in points: data.batch.points",

@@ -47,6 +47,20 @@ class StepMemory:
         self.vectors, self.graph, self.state = vectors.detach(), graph, state
 
 
+class FixedWeights:
+    """What a model has computed from its weights alone, for evaluations between which the weights do not change.
+
+    Empty until a model fills it. state: belongs to the model that wrote it.
+    """
+
+    __slots__ = ("state",)
+
+    state: object
+
+    def __init__(self) -> None:
+        self.state = None
+
+
 class GhostAtoms(Protocol):
     """Atoms at the end of a batch that belong to other processes: they are neighbours, but no edge ends at them."""
 
@@ -69,6 +83,8 @@ class EdgeContext:
     differentiated_again: whether derivatives with respect to the edge vectors will themselves be differentiated.
     memory: where a pass may leave what the second pass of the step needs; None if there is no second pass.
     ghosts: atoms of other processes, in a structure that is divided among several; None in all other cases.
+    fixed_weights: where a model keeps what depends on its weights alone, if these do not change between passes; None if they
+        do.
     """
 
     vectors: Tensor
@@ -78,6 +94,7 @@ class EdgeContext:
     differentiated_again: bool = True
     memory: StepMemory | None = None
     ghosts: GhostAtoms | None = None
+    fixed_weights: FixedWeights | None = None
 
     def fill_ghosts(self, rows: Tensor) -> Tensor:
         """`rows` of atoms that the next layer gathers along edges, those of ghost atoms included; see `GhostAtoms`."""

@@ -6,6 +6,7 @@ them share, in float64: forces are the exact derivative of the energy, stress it
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Mapping
 from typing import Any
 
@@ -267,6 +268,16 @@ class Potential(nn.Module):
         if d_cell is not None:
             moved["cell"] = forward_ad.make_dual(cell, d_cell)
         return moved, EdgeContext(edge_vectors(moved), moved, memory=memory)
+
+
+def float64_copy(potential: Potential) -> Potential:
+    """An independent copy in evaluation mode that computes in float64.
+
+    Built-in models are rebuilt with the same weights, because the constants of a float32 model are rounded.
+    """
+    double = copy.deepcopy(potential).to(torch.float64)
+    double.set_model(double.interface.in_float64())
+    return double.eval()
 
 
 def strained(batch: Batch) -> tuple[Batch, Tensor, Tensor]:

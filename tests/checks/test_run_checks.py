@@ -13,14 +13,13 @@ from rich.console import Console
 
 from forgefield.checks import CheckResult, print_checks, run_checks
 from forgefield.checks.derivatives import derivative
-from forgefield.checks.probe import float64_copy
 from forgefield.checks.symmetry import random_orthogonal
 from forgefield.data.batch import batch_from_frames
 from forgefield.data.frame import Frame
 from forgefield.data.neighbours.graph import GraphOptions
 from forgefield.errors import ForgefieldError
 from forgefield.models.building import build_model
-from forgefield.models.potential import Potential
+from forgefield.models.potential import Potential, float64_copy
 from forgefield.models.resolving import resolve_model
 from tests.support import toy_models as toys
 from tests.support.check_structures import SPECIES, as_frame, structures

@@ -7,6 +7,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from forgefield.data.padding import plan_sizes, sizes
 from forgefield.kernels.convolution import dispatch
 from forgefield.kernels.core.runtime import has_triton
 from forgefield.models import Potential, build_model, resolve_model
@@ -14,7 +15,6 @@ from forgefield.ops.execution import execution
 from forgefield.training.engines.compiled import CompileEngine
 from forgefield.training.engines.engine import Engine
 from forgefield.training.engines.graphs import GraphsEngine
-from forgefield.training.engines.padding import plan_sizes, sizes
 from forgefield.training.engines.verify import largest_difference
 from tests.support.engine_cases import labelled, step_function
 from tests.support.structures import SPECIES, STATISTICS

@@ -5,10 +5,10 @@ from __future__ import annotations
 import pytest
 import torch
 
+from forgefield.data.padding import Size, SizePlan
 from forgefield.training.engines.compiled import CompileEngine
 from forgefield.training.engines.engine import Engine
 from forgefield.training.engines.graphs import GraphsEngine
-from forgefield.training.engines.padding import Size, SizePlan
 from forgefield.training.engines.verify import largest_difference
 from tests.support.deeppots import make_deeppot
 from tests.support.engine_cases import labelled, step_function

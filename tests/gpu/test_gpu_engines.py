@@ -8,10 +8,10 @@ import pytest
 import torch
 
 from forgefield.api import train
+from forgefield.data.padding import Size, SizePlan
 from forgefield.training.engines.compiled import CompileEngine
 from forgefield.training.engines.engine import Engine
 from forgefield.training.engines.graphs import GraphsEngine
-from forgefield.training.engines.padding import Size, SizePlan
 from forgefield.training.engines.verify import largest_difference
 from forgefield.training.optim import captured_update
 from forgefield.training.optim.averages import WeightAverage

@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 import torch
 
+from forgefield.data.padding import Size, SizePlan
 from forgefield.training.engines.engine import Engine
 from forgefield.training.engines.graphs import GraphsEngine
-from forgefield.training.engines.padding import Size, SizePlan
 from forgefield.training.engines.verify import largest_difference
 from tests.support.engine_cases import ALL
 from tests.support.extra_outputs import function, predictor, with_fields

@@ -8,12 +8,12 @@ import pytest
 import torch
 
 from forgefield.api import train
+from forgefield.data.padding import plan_sizes, sizes
 from forgefield.kernels.convolution import passes as convolution
 from forgefield.kernels.core.runtime import has_triton
 from forgefield.models.nequip import passes as nequip_passes
 from forgefield.training.engines.engine import Engine
 from forgefield.training.engines.graphs import GraphsEngine
-from forgefield.training.engines.padding import plan_sizes, sizes
 from forgefield.training.precision import Precision
 from tests.support.engine_cases import labelled, step_function
 from tests.support.helpers import tiny_config

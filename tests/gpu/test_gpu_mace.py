@@ -7,12 +7,12 @@ import pytest
 import torch
 from torch import Tensor
 
+from forgefield.data.padding import plan_sizes, sizes
 from forgefield.kernels.core.runtime import has_triton
 from forgefield.models.mace import kernels
 from forgefield.training.engines.compiled import CompileEngine
 from forgefield.training.engines.engine import Engine
 from forgefield.training.engines.graphs import GraphsEngine
-from forgefield.training.engines.padding import plan_sizes, sizes
 from forgefield.training.engines.step import Differentiated
 from forgefield.training.engines.verify import largest_difference
 from forgefield.training.precision import Precision

@@ -14,6 +14,7 @@ from forgefield.inference.ase import Calculator
 from forgefield.models.building import build_model
 from forgefield.models.potential import Potential
 from forgefield.models.resolving import resolve_model
+from tests.support.kernels import DEVICE, needs_kernels
 from tests.support.toy_models import Morse
 
 ts = pytest.importorskip("torch_sim")
@@ -137,3 +138,33 @@ def test_a_molecule_without_a_cell_has_no_stress() -> None:
 def test_unknown_species_are_named() -> None:
     with pytest.raises(ForgefieldError, match="Si"):
         Model(nequip(("Cu", "Au")), device=CPU)(state_of([bulk("Si")]))
+
+
+@needs_kernels
+def test_the_engine_gives_the_results_of_the_eager_model_while_states_change() -> None:
+    """Also for states in tensors of the same address, and for other species in the same tensor."""
+    device, messages = torch.device(DEVICE), []
+    potential = nequip(("Cu", "Au")).to(device)
+    systems = [molecule("H2"), bulk("Cu", a=3.6)]
+    systems[0].symbols = "CuAu"
+    systems[0].center(vacuum=3.0)
+    systems[0].pbc = True
+    model = Model(potential, device=device, engine=True, notify=messages.append)
+    eager = Model(potential, device=device, engine=False)
+    state = ts.io.atoms_to_state(systems, device, torch.float64)
+
+    def assert_equal() -> None:
+        found, wanted = model(state), eager(state)
+        for name in ("energy", "forces", "stress"):
+            torch.testing.assert_close(found[name], wanted[name], rtol=1e-10, atol=1e-11, equal_nan=True)
+
+    assert_equal()
+    first = model(state)["forces"]
+    kept = first.clone()
+    state.positions = state.positions + 0.02
+    state.positions[0, 0] += 0.1
+    assert_equal()
+    assert torch.equal(first, kept)  # results are the caller's
+    state.atomic_numbers[0] = 79
+    assert_equal()
+    assert len(messages) == 1

@@ -282,21 +282,23 @@ class Compiled(Convolution):
     def _forward(self, kind: Kind, x: Field, out: Field, **tensors: Tensor) -> None:
         self._launch(kind, {"x": self._read(x), "out": out.flat, **tensors})
 
-    def passes(self, x: Field, z: Field, to_x: Field, to_z: Field) -> None:
-        """All four passes of a training."""
+    def passes(self, x: Field, z: Field, to_x: Field, to_z: Field, *, trained: bool) -> None:
+        """All four passes of a training, or those of values and forces."""
         weights = None if self.radial.in_table else self.radial.weights
         motion = Motion(self.harmonics, weights=weights, position=self.radial.position)
         columns = 4 if self.radial.in_table else self.form.n_harmonics
         parts = self.harmonics.new_empty((self.form.n_chunks, self.graph.n_edges, columns))
-        self.back(x, to_z, to_x, motion, lambda rows: None)
-        self.tangents(x, z, motion)
+        if trained:
+            self.back(x, to_z, to_x, motion, lambda rows: None)
+            self.tangents(x, z, motion)
         self.forces(x, to_z, None if self.still else to_x, parts)
         self.values(x, z)
 
 
 @dataclass(frozen=True)
 class Planned:
-    """A convolution that will be launched, with its fields. still: features have no tangents."""
+    """A convolution that will be launched, with its fields. still: features have no tangents. trained: in all four passes;
+    otherwise for values and forces."""
 
     form: Form
     radial: Radial
@@ -305,6 +307,7 @@ class Planned:
     z: Field
     to_x: Field
     to_z: Field
+    trained: bool = True
 
     def key(self, graph: EdgeGraph, harmonics: Tensor) -> Any:
         """Everything that determines which kernels its passes launch."""
@@ -312,7 +315,7 @@ class Planned:
         large = exceeds_row_limit(self.form, graph.n_edges, harmonics.dtype)
         stored = (storage_type(harmonics.dtype), weight_cotangent_type(harmonics.dtype))
         types = (harmonics.dtype, *stored, self.radial.row.dtype, harmonics.device)
-        return self.form, with_shares(kind, self.form, graph.n_atoms), large, types
+        return self.form, with_shares(kind, self.form, graph.n_atoms), large, types, self.trained
 
 
 def compile_together(layers: Sequence[Planned], graph: EdgeGraph, harmonics: Tensor) -> None:
@@ -326,7 +329,7 @@ def compile_together(layers: Sequence[Planned], graph: EdgeGraph, harmonics: Ten
 
     def compile_layer(layer: Planned) -> None:
         passes = Compiled(layer.form, graph, harmonics, layer.radial, still=layer.still)
-        passes.passes(layer.x, layer.z, layer.to_x, layer.to_z)
+        passes.passes(layer.x, layer.z, layer.to_x, layer.to_z, trained=layer.trained)
 
     if compile_concurrently([partial(compile_layer, layer) for layer in new.values()]):
         _compiled_keys.update(new)

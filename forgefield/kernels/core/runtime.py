@@ -118,6 +118,13 @@ class Concurrent(Generic[T]):
         return self._value
 
 
+class Finished(Concurrent[T]):
+    """A result that exists already, in the form of work."""
+
+    def __init__(self, value: T) -> None:
+        self._work, self._done, self._value = None, None, value
+
+
 @contextmanager
 def joined() -> Iterator[None]:
     """For the body of a capture. At the end, also after an exception, the current stream waits for all others that were

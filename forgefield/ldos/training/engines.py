@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from forgefield.errors import ForgefieldError
+from forgefield.inference.capture import capture
 from forgefield.ldos.loss import PointTask
 from forgefield.ldos.model import LDOSNetwork
 from forgefield.ldos.training.blocks import Block
@@ -24,7 +25,6 @@ from forgefield.ldos.training.data import ResidentRows, RowLayout
 from forgefield.ldos.training.fused import FusedStep, current_factor_dtype
 from forgefield.ldos.training.gradient import Gradient
 from forgefield.ldos.training.snapshots import TermGradient
-from forgefield.training.engines.capture import capture
 from forgefield.training.optim.update import Update
 
 Rates = Callable[[], list[float]]

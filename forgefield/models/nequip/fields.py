@@ -5,7 +5,7 @@ The layout follows from the shapes of the layers, and is computed once for model
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cache
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -71,20 +71,17 @@ class Layout:
     """starts: for every layer, offsets of its fields in the arena, in numbers of an atom; cotangents are `to_x` and so on. The
     output of the last layer is not a factor of a product and outlives the others, so it is not in the arena. dim: numbers of
     an atom in the arena. one_hot: offset of the one-hot species, with `n_columns` channels. species: matrix of the first
-    layer, a row for each species."""
+    layer, a row for each species.
 
-    def __init__(self, shapes: tuple[LayerShape, ...], n_species: int, n_embedding: int) -> None:
+    trained: a training needs all fields at the end. Otherwise only values and then cotangents of tangents are computed, and
+    fields share memory (`_shared_starts`)."""
+
+    def __init__(
+        self, shapes: tuple[LayerShape, ...], n_species: int, n_embedding: int, *, trained: bool = True
+    ) -> None:
         self.shapes, self.n_species = shapes, n_species
         self.one_hot, self.n_columns = 0, _round_up(n_species)
-        self.dim = self.n_columns
-        self.starts: list[dict[str, int]] = []
-        for number, shape in enumerate(shapes):
-            self.starts.append({})
-            for name in (*FIELDS, *(f"to_{name}" for name in FIELDS)):
-                if name == "h" and number == len(shapes) - 1:
-                    continue
-                self.starts[-1][name] = self.dim
-                self.dim += _round_up(getattr(shape, name.removeprefix("to_")).dim)
+        self.starts, self.dim = (_separate_starts if trained else _shared_starts)(shapes, self.n_columns)
         self._row = _Row(n_embedding)
         channels = shapes[0].x.blocks[0][1]
         # its gradient has a row for each column of one_hot
@@ -212,6 +209,41 @@ class Layout:
         return self.starts[number][name] + shape.starts[block]
 
 
+Starts = tuple[list[dict[str, int]], int]
+"""Offsets of the fields of every layer in the arena, and the length of the arena, in numbers of an atom."""
+
+
+def _separate_starts(shapes: Sequence[LayerShape], first: int) -> Starts:
+    """Every field has its own memory, from `first` on."""
+    starts: list[dict[str, int]] = []
+    dim = first
+    for number, shape in enumerate(shapes):
+        starts.append({})
+        for name in (*FIELDS, *(f"to_{name}" for name in FIELDS)):
+            if name == "h" and number == len(shapes) - 1:
+                continue
+            starts[-1][name] = dim
+            dim += _round_up(getattr(shape, name.removeprefix("to_")).dim)
+    return starts, dim
+
+
+def _shared_starts(shapes: Sequence[LayerShape], first: int) -> Starts:
+    """For values, then forces. Only values of features and only tangents of cotangents are used, so a field and its cotangents
+    share one place. The pass of forces reads x and a of every layer; z is read by the next product alone, h by the next layer
+    alone, so that all layers share one z, and layers of even and of odd number one h each."""
+    z, h = first, first + _round_up(max(shape.z.dim for shape in shapes))
+    length = _round_up(max(shape.h.dim for shape in shapes))
+    dim = h + 2 * length
+    starts: list[dict[str, int]] = []
+    for number, shape in enumerate(shapes):
+        place = {"x": dim, "z": z, "a": dim + _round_up(shape.x.dim), "h": h + number % 2 * length}
+        dim = place["a"] + _round_up(shape.a.dim)
+        starts.append(place | {f"to_{name}": begin for name, begin in place.items()})
+        if number == len(shapes) - 1:
+            del starts[-1]["h"]
+    return starts, dim
+
+
 class _Row:
     """Offsets of consecutive matrices, in the order of their weights."""
 
@@ -222,11 +254,11 @@ class _Row:
 
     def add(self, rows: int, width: int, n_species: int = 0, room: int = 0) -> MatrixLocation:
         """n_species: zero where the matrix is one for all."""
-        place = MatrixLocation(self.size, rows, width)
+        location = MatrixLocation(self.size, rows, width)
         self.parts.append(Matrix(n_species > 0, rows, width, self._n_weights, self.size))
         self._n_weights += rows * width * (self._n_embedding if n_species else 1)
         self.size += _round_up(max(room, rows * width * max(1, n_species)))
-        return place
+        return location
 
 
 def _round_up(number: int) -> int:
@@ -244,9 +276,10 @@ def forms(model: NequIP) -> list[Form]:
     ]
 
 
-def layout(model: NequIP) -> Layout:
+def layout(model: NequIP, *, trained: bool = True) -> Layout:
+    """trained: see `Layout`."""
     shapes = tuple(_layer_shape(layer, form) for layer, form in zip(model.layers, forms(model)))
-    return layout_of(shapes, *model.type_embedding.shape)
+    return layout_of(shapes, *model.type_embedding.shape, trained=trained)
 
 
 def _layer_shape(layer: Interaction, form: Form) -> LayerShape:

@@ -16,15 +16,15 @@ import torch.autograd.forward_ad as forward_ad
 from torch import Tensor
 
 from forgefield.kernels.convolution.passes import Motion, Radial, Rows
-from forgefield.kernels.core.runtime import Concurrent, use_kernels, use_tables
+from forgefield.kernels.core.runtime import Concurrent, Finished, use_kernels, use_tables
 from forgefield.kernels.dense.readout import energies_by_kernel, moved_energies_by_kernel
 from forgefield.kernels.edges.geometry import EdgeGeometry, moved_geometry
 from forgefield.kernels.radial.layer import RadialTable
 from forgefield.kernels.radial.packing import StoredTable
 from forgefield.kernels.radial.table import Intervals, TableGradient
-from forgefield.models.edges import Batch, EdgeContext
+from forgefield.models.edges import Batch, EdgeContext, FixedWeights
 from forgefield.models.interface import Tangents
-from forgefield.models.nequip.passes import Network
+from forgefield.models.nequip.passes import Network, NetworkMatrices, matrices_of
 from forgefield.models.nequip.tables import radial_tables
 from forgefield.models.terms import PairLengths
 from forgefield.ops.autograd import AutogradContext, Gradients, TypedFunction, carried, side_by_side, tangent_of
@@ -139,11 +139,39 @@ def first_pass(prepared: Prepared, geometry: Geometry, pairs: PairLengths | None
     return FirstPass(prepared.network, geometry, tables, None if pairs is None else pairs.at_rest())
 
 
-def prepare(model: NequIP, species: Tensor, graph: EdgeGraph, *, trained: bool) -> Prepared:
-    """Start computing tables, concurrently with the geometry and the first layers. trained: with a gradient in the weights."""
+def prepare(
+    model: NequIP, species: Tensor, graph: EdgeGraph, *, trained: bool, fixed: FixedWeights | None = None
+) -> Prepared:
+    """Start computing tables, concurrently with the geometry and the first layers. trained: with a gradient in the weights.
+    fixed: tables and matrices are taken from there, and put there by the first pass."""
     with torch.set_grad_enabled(torch.is_grad_enabled() and trained):
+        if fixed is not None and not trained:
+            constants = _constants(model, fixed)
+            network = Network(model, species, graph, trained=False, matrices=constants.matrices)
+            return Prepared(network, constants.read_tables())
         tables = _start_tables(model) if in_tables(model) else None
-        return Prepared(Network(model, species, graph), tables)
+        return Prepared(Network(model, species, graph, trained=trained), tables)
+
+
+@dataclass(frozen=True)
+class _Constants:
+    """What depends on the weights alone. knots: number of intervals of the tables; zero without tables."""
+
+    knots: int
+    matrices: NetworkMatrices
+    tables: list[StoredTable]
+
+    def read_tables(self) -> ReadTables | None:
+        return ReadTables([], [Finished(table) for table in self.tables]) if self.knots else None
+
+
+def _constants(model: NequIP, fixed: FixedWeights) -> _Constants:
+    knots = current().knots if in_tables(model) else 0
+    state = fixed.state
+    if not isinstance(state, _Constants) or state.knots != knots:
+        tables = [table.stored() for table in radial_tables(model, knots)] if knots else []
+        state = fixed.state = _Constants(knots, matrices_of(model, trained=False), tables)
+    return state
 
 
 def _start_tables(model: NequIP) -> ReadTables:
@@ -200,8 +228,7 @@ class _AtRest(TypedFunction):
             graph = network.graph
             row = torch.arange(graph.n_edges, device=harmonics.device) if graph.pair is None else graph.pair
             radials = planned = [Radial(rows.contiguous(), row) for rows in radial]
-        if trained:
-            network.compile(harmonics, planned)
+        network.compile(harmonics, planned, trained=trained)
         return network.values(harmonics, radials)
 
     @staticmethod

@@ -134,7 +134,7 @@ class NequIP(SpeciesTerms[NequIPOptions]):
         if kernels:
             memory = edges.memory
             trained = memory is not None
-            prepared = prepare(self, species, graph, trained=trained)
+            prepared = prepare(self, species, graph, trained=trained, fixed=edges.fixed_weights)
             geometry = geometry_at_rest(self, vectors, pairs, species, graph, trained=trained)
             features = features_at_rest(self, prepared, geometry, trained=trained)
             if memory is not None:

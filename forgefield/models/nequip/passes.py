@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import cache, partial
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
@@ -177,12 +177,23 @@ def _identity(n_species: int, n_columns: int, dtype: torch.dtype, device: torch.
     return torch.eye(n_species, n_columns, dtype=dtype, device=device)
 
 
+class NetworkMatrices(NamedTuple):
+    """Matrices of all layers in a row, differentiable in the weights, and packed."""
+
+    row: Tensor
+    packed: Tensor
+
+
+def matrices_of(model: NequIP, *, trained: bool) -> NetworkMatrices:
+    """trained: as of `Network`."""
+    return NetworkMatrices(*all_matrices(model, layout(model, trained=trained)))
+
+
 def _prepare(
-    model: NequIP, where: Layout, species: Tensor, arena: Tensor
+    model: NequIP, where: Layout, species: Tensor, arena: Tensor, matrices: NetworkMatrices | None
 ) -> tuple[Tensor, Tensor, AtomsBySpecies | None]:
-    """Matrices of all layers in a row, differentiable in the weights, and packed; and atoms by species. Writes one-hot species
-    to the arena."""
-    row, packed = all_matrices(model, where)
+    """Matrices, unless they are given, and atoms by species. Writes one-hot species to the arena."""
+    row, packed = all_matrices(model, where) if matrices is None else matrices
     identity = _identity(where.n_species, where.n_columns, arena.dtype, arena.device)
     torch.index_select(identity, 0, species, out=_padded_one_hot(arena, where, species.shape[0]))
     return row, packed, sort_by_species(species, where.n_species) if where.sorts else None
@@ -200,13 +211,24 @@ class Radials(Protocol):
 
 class Network:
     """The layers on one batch, with the weights at the time of construction. row: matrices of all layers, differentiable in the
-    weights."""
+    weights.
 
-    def __init__(self, model: NequIP, species: Tensor, graph: EdgeGraph) -> None:
+    trained: all four passes will be computed; otherwise only values and forces, in less memory. matrices: of the layers, if
+    they have been computed already."""
+
+    def __init__(
+        self,
+        model: NequIP,
+        species: Tensor,
+        graph: EdgeGraph,
+        *,
+        trained: bool = True,
+        matrices: NetworkMatrices | None = None,
+    ) -> None:
         self.graph = graph
-        where = layout(model)
+        where = layout(model, trained=trained)
         arena = model.type_embedding.detach().new_empty(2 * species.shape[0] * where.dim)
-        self._prepared = Concurrent("matrices", partial(_prepare, model, where, species, arena))
+        self._prepared = Concurrent("matrices", partial(_prepare, model, where, species, arena, matrices))
         self.row, packed, sorted_atoms = self._prepared.unfinished()
         scale = model.neighbour_scale(species)
         scale = None if scale is None else scale.view(-1, 1, 1)
@@ -216,10 +238,10 @@ class Network:
             for number, (layer, form) in enumerate(zip(model.layers, forms(model)))
         ]
 
-    def compile(self, harmonics: Tensor, radials: Sequence[Radial]) -> None:
-        """Compile the kernels of all convolutions for a training, unless that has been done."""
+    def compile(self, harmonics: Tensor, radials: Sequence[Radial], *, trained: bool) -> None:
+        """Compile the kernels of all convolutions, for a training or for values and forces, unless that has been done."""
         planned = [
-            Planned(layer.form, radial, layer.first, layer.x, layer.z, layer.to_x, layer.to_z)
+            Planned(layer.form, radial, layer.first, layer.x, layer.z, layer.to_x, layer.to_z, trained)
             for layer, radial in zip(self.layers, radials)
         ]
         compile_together(planned, self.graph, harmonics)

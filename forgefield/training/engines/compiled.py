@@ -23,8 +23,8 @@ from torch.fx import Graph, Node
 from torch.utils._sympy.printers import PythonPrinter
 
 from forgefield.data.batch import SHAPES, Batch, Shapes
+from forgefield.data.padding import sizes
 from forgefield.files import cache_folder, is_writable_folder
-from forgefield.training.engines.padding import sizes
 from forgefield.training.engines.step import StepFunction
 from forgefield.training.engines.tracing import FlatFunction, Traced, TracedEngine, trace
 

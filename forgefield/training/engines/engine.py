@@ -14,9 +14,9 @@ import torch
 from torch import Tensor
 
 from forgefield.data.batch import SHAPES, Batch, Shapes, halves, is_memory_error
+from forgefield.data.padding import sizes
 from forgefield.errors import ForgefieldError
 from forgefield.ops.autograd import AutogradContext, Gradients, TypedFunction
-from forgefield.training.engines.padding import sizes
 from forgefield.training.engines.step import Differentiated, Measured, StepFunction
 
 Denominators = Callable[[], Tensor]

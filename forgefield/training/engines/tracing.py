@@ -29,8 +29,8 @@ from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
 
 from forgefield.data.batch import SHAPES, Batch, Shapes
+from forgefield.data.padding import MIN_SIZES, padded_to_minimum, sizes
 from forgefield.training.engines.engine import Denominators, Engine, FixedSizeError, Step
-from forgefield.training.engines.padding import MIN_SIZES, padded_to_minimum, sizes
 from forgefield.training.engines.step import Differentiated, Measured, StepFunction
 
 

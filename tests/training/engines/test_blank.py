@@ -8,8 +8,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from forgefield.training.engines.engine import Engine
-from forgefield.training.engines.padding import (
+from forgefield.data.padding import (
     MIN_SIZES,
     Size,
     SizePlan,
@@ -19,6 +18,7 @@ from forgefield.training.engines.padding import (
     plan_sizes,
     sizes,
 )
+from forgefield.training.engines.engine import Engine
 from tests.support.engine_cases import labelled, step_function
 from tests.support.structures import make_potential
 

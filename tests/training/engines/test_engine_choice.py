@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 from forgefield.data.batch import halves
+from forgefield.data.padding import SizePlan
 from forgefield.errors import ForgefieldError
 from forgefield.models import Potential
 from forgefield.parallel.ranks import single_process
@@ -28,7 +29,6 @@ from forgefield.training.engines.choose import (
     start,
 )
 from forgefield.training.engines.engine import Engine, MemoryLimitedEngine, split_batch
-from forgefield.training.engines.padding import SizePlan
 from forgefield.training.engines.script import ScriptEngine
 from forgefield.training.engines.step import StepFunction
 from forgefield.training.engines.verify import (

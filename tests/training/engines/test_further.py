@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 import torch
 
+from forgefield.data.padding import blank_frames, join_batches
 from forgefield.training.engines.compiled import CompileEngine
 from forgefield.training.engines.engine import Engine, split_batch
-from forgefield.training.engines.padding import blank_frames, join_batches
 from forgefield.training.engines.script import ScriptEngine
 from tests.support.engine_cases import ALL, difference
 from tests.support.extra_outputs import FACTS, SHAPES, function, predictor, with_fields

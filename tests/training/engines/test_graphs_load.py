@@ -5,8 +5,8 @@ With TRITON_INTERPRET=1 the copies are made by the kernel, else by torch.
 
 import torch
 
+from forgefield.data.padding import blank_frames, sizes
 from forgefield.training.engines.graphs import StaticInputs
-from forgefield.training.engines.padding import blank_frames, sizes
 from tests.support.engine_cases import labelled
 
 

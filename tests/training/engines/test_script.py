@@ -6,11 +6,11 @@ import pytest
 import torch
 from torch import nn
 
+from forgefield.data.padding import MIN_SIZES
 from forgefield.errors import ForgefieldError
 from forgefield.models import Potential
 from forgefield.training.engines.compiled import conditions
 from forgefield.training.engines.engine import Engine
-from forgefield.training.engines.padding import MIN_SIZES
 from forgefield.training.engines.script import ScriptEngine
 from forgefield.training.engines.tracing import failing_line, trace
 from tests.support.engine_cases import ReadsAValue, difference, labelled, potential_of, step_function

@@ -1,4 +1,4 @@
-"""Capture of a function as a CUDA graph, for all engines that replay steps."""
+"""Capture of a function as a CUDA graph, for training and for evaluation."""
 
 from __future__ import annotations
 
@@ -22,11 +22,14 @@ def capture(
     warm_up: Callable[[], object],
     warm_ups: int,
     pool: _POOL_HANDLE | None = None,
+    refusal: str = "training.engine=graphs: the step cannot be captured",
+    instead: str = "use training.engine=compile or eager.",
 ) -> tuple[torch.cuda.CUDAGraph, T]:
     """The graph of `function()`, and what it returned: tensors that every replay overwrites.
 
     warm_up: called `warm_ups` times on a side stream before the capture, so that libraries and compilers create what they need.
     pool: memory that the graph shares with others, from `torch.cuda.graph_pool_handle`.
+    refusal, instead: beginning and end of the message where it cannot be captured.
     """
     graph = torch.cuda.CUDAGraph()
     side = torch.cuda.Stream()
@@ -43,7 +46,7 @@ def capture(
         if is_memory_error(error):
             raise
         raise ForgefieldError(
-            "training.engine=graphs: the step cannot be captured, because something in it waits for the GPU or is executed by "
-            f"the host ({str(error).splitlines()[0]}); use training.engine=compile or eager."
+            f"{refusal}, because something in it waits for the GPU or is executed by the host "
+            f"({str(error).splitlines()[0]}); {instead}"
         ) from error
     return graph, result

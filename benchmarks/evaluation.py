@@ -1,0 +1,294 @@
+"""Molecular dynamics on a GPU: milliseconds and memory per step of the evaluation engine, in ASE and by itself.
+
+    python benchmarks/evaluation.py [--sizes 192 ...] [--rows engine ase batch lists profile models] [--steps 60]
+
+Liquid water, molecules on a grid of 3.1 A; NequIP with 4 layers, l_max 2 and 64 features in float32, untrained, cutoff 5 A
+(`--model` for others). `ase` is VelocityVerlet (0.5 fs, 300 K) with `forgefield.Calculator`; `engine` the same integrator on
+the device, which is what torch-sim does. Both include the neighbour lists that are built on the way. A row that fails prints
+its error, and the others follow.
+"""
+
+from __future__ import annotations
+
+import argparse
+import time
+import traceback
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import numpy as np
+import torch
+from ase import Atoms, units
+from ase.md.velocitydistribution import MaxwellBoltzmannDistribution
+from ase.md.verlet import VelocityVerlet
+
+from forgefield.bench.training import water
+from forgefield.data.species import SpeciesTable
+from forgefield.inference.ase import Calculator
+from forgefield.inference.engine.comparison import compare
+from forgefield.inference.engine.device import DeviceEngine, Systems
+from forgefield.models.building import build_model
+from forgefield.models.potential import Potential
+from forgefield.models.resolving import resolve_model
+
+SPECIES = ("H", "O")
+CUTOFF = 5.0
+STATISTICS = {"avg_num_neighbours": 54.0, "energy_scales": 1.0, "energy_shifts": 0.0}
+MODELS: dict[str, dict[str, Any]] = {
+    "nequip": {"name": "nequip", "num_layers": 4, "l_max": 2, "num_features": 64, "parity": False},
+    "nequip-parity": {"name": "nequip", "num_layers": 4, "l_max": 2, "num_features": 64},
+    "M": {"name": "nequip", "preset": "M"},
+    "tiny": {"name": "nequip", "num_layers": 2, "l_max": 1, "num_features": 8},
+    "allegro": {
+        "name": "allegro",
+        "l_max": 2,
+        "num_layers": 2,
+        "num_scalar_features": 64,
+        "num_tensor_features": 64,
+    },
+    "mace": {"name": "mace"},
+}
+
+
+SMALL = 192
+"""Atoms of the boxes of a batch."""
+
+
+def build(name: str, device: torch.device, precision: str = "float32") -> Potential:
+    section = MODELS[name]
+    statistics = STATISTICS if section["name"] != "mace" else {"avg_num_neighbours": 54.0}
+    resolved = resolve_model({**section, **statistics}, species=SPECIES, cutoff=CUTOFF)
+    potential = build_model(resolved, precision=precision, seed=1).to(device).eval()
+    return potential.requires_grad_(False)
+
+
+COPIES = {
+    24: (2, (1, 1, 1)),
+    192: (4, (1, 1, 1)),
+    1536: (4, (2, 2, 2)),
+    6144: (4, (4, 4, 2)),
+    98304: (4, (8, 8, 8)),
+    1105920: (4, (16, 18, 20)),
+}
+"""Molecules along an edge of a cube, and copies of the cube, by number of atoms."""
+
+
+def box(n_atoms: int, seed: int = 7) -> Atoms:
+    """Water at its density: copies of a cube, displaced at random."""
+    random = np.random.default_rng(seed)
+    along_edge, copies = COPIES[n_atoms]
+    cube = water(random, along_edge)
+    cube.calc = None
+    atoms = cube.repeat(copies)
+    atoms.positions += random.normal(0, 0.01, atoms.positions.shape)
+    return atoms
+
+
+def systems_of(boxes: list[Atoms], device: torch.device) -> tuple[Systems, torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Systems, positions (n, 3), cells (n_systems, 3, 3) and masses (n, 1)."""
+    table = SpeciesTable(SPECIES)
+    species = np.concatenate([table.index(atoms.numbers, where="water") for atoms in boxes])
+    systems = Systems(
+        torch.from_numpy(species).to(device),
+        torch.tensor([len(atoms) for atoms in boxes], device=device),
+        torch.tensor(np.array([atoms.pbc for atoms in boxes]), device=device),
+    )
+    positions = torch.from_numpy(np.concatenate([atoms.positions for atoms in boxes])).to(device)
+    cell = torch.from_numpy(np.array([np.array(atoms.cell) for atoms in boxes])).to(device)
+    masses = torch.from_numpy(np.concatenate([atoms.get_masses() for atoms in boxes])).to(device).unsqueeze(1)
+    return systems, positions, cell, masses
+
+
+class Dynamics:
+    """Velocity Verlet on the device, 0.5 fs, 300 K. The potential is untrained; forces are scaled down so that water stays
+    liquid-like for some hundred steps."""
+
+    def __init__(self, engine: DeviceEngine, boxes: list[Atoms], device: torch.device, scale: float) -> None:
+        self.engine, self.scale = engine, scale
+        self.systems, self.positions, self.cell, self.masses = systems_of(boxes, device)
+        generator = torch.Generator(device=device).manual_seed(3)
+        noise = torch.randn(self.positions.shape, generator=generator, device=device, dtype=torch.float64)
+        self.velocities = noise * (300 * units.kB / self.masses).sqrt()
+        engine.set_systems(self.systems)
+        self.accelerations = self._accelerations()
+
+    def _accelerations(self) -> torch.Tensor:
+        forces = self.engine.evaluate(self.positions, self.cell).forces
+        assert forces is not None
+        return self.scale * forces / self.masses
+
+    def step(self) -> None:
+        dt = 0.5 * units.fs
+        self.velocities += 0.5 * dt * self.accelerations
+        self.positions += dt * self.velocities
+        self.accelerations = self._accelerations()
+        self.velocities += 0.5 * dt * self.accelerations
+
+
+class Scaled(Calculator):
+    """Forces scaled down, so that dynamics with an untrained model does not explode."""
+
+    scale = 1.0
+
+    def calculate(self, *arguments: Any, **options: Any) -> None:
+        super().calculate(*arguments, **options)
+        if "forces" in self.results:
+            self.results["forces"] = self.scale * self.results["forces"]
+
+
+def timed(step: Callable[[], object], steps: int, device: torch.device) -> float:
+    """Milliseconds of a step."""
+    for _ in range(5):
+        step()
+    synchronise(device)
+    start = time.perf_counter()
+    for _ in range(steps):
+        step()
+    synchronise(device)
+    return 1e3 * (time.perf_counter() - start) / steps
+
+
+def synchronise(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.synchronize()
+
+
+def gibibytes(device: torch.device) -> float:
+    return torch.cuda.max_memory_allocated() / 2**30 if device.type == "cuda" else float("nan")
+
+
+def force_scale(potential: Potential, device: torch.device) -> float:
+    """What makes the largest force on a small box 1 eV/A."""
+    engine = DeviceEngine(potential, device, captured=False)
+    systems, positions, cell, _ = systems_of([box(SMALL)], device)
+    engine.set_systems(systems)
+    forces = engine.evaluate(positions, cell).forces
+    assert forces is not None
+    return min(1.0, 1.0 / float(forces.abs().max()))
+
+
+def engine_row(potential: Potential, boxes: list[Atoms], steps: int, device: torch.device, label: str) -> None:
+    if device.type == "cuda":
+        torch.cuda.reset_peak_memory_stats()
+    engine = DeviceEngine(potential, device, notify=print)
+    start = time.perf_counter()
+    dynamics = Dynamics(engine, boxes, device, force_scale(potential, device))
+    synchronise(device)
+    first = time.perf_counter() - start
+    engine.builds = 0
+    whole = timed(dynamics.step, steps, device)
+    builds = engine.builds
+    program = engine._program
+    assert program is not None
+    replay = timed(program.run, min(steps, 30), device)
+    evaluation = timed(lambda: engine.evaluate(dynamics.positions, dynamics.cell), min(steps, 30), device)
+    lists = timed(lambda: engine._listed(dynamics.positions, dynamics.cell, True), 5, device)
+    n_atoms = len(dynamics.positions)
+    print(
+        f"{label:22} {n_atoms:8} atoms {int(program.status[2]):9} edges  step {whole:8.3f} ms  evaluate {evaluation:8.3f}  "
+        f"replay {replay:8.3f}  lists {lists:8.2f} ({builds} in {steps} steps)  first {first:6.1f} s  "
+        f"{gibibytes(device):6.2f} GiB  {1e6 * gibibytes(device) * 1.073741824 / n_atoms:7.1f} kB/atom  "
+        f"captured {program.captured}",
+        flush=True,
+    )
+
+
+def ase_row(potential: Potential, atoms: Atoms, steps: int, device: torch.device, label: str) -> None:
+    calculator = Scaled(potential, device=device)
+    calculator.scale = force_scale(potential, device)
+    atoms.calc = calculator
+    MaxwellBoltzmannDistribution(atoms, temperature_K=300, rng=np.random.default_rng(1))
+    dynamics = VelocityVerlet(atoms, 0.5 * units.fs)
+    step = dynamics.step
+    forces: list[Any] = [None]
+
+    def advance() -> None:
+        forces[0] = step(forces[0])
+
+    whole = timed(advance, steps, device)
+    inside = timed(lambda: calculator.calculate(atoms, ["forces"], ["positions"]), min(steps, 30), device)
+    print(f"{label:22} {len(atoms):8} atoms  ASE step {whole:8.3f} ms  calculate {inside:8.3f}", flush=True)
+
+
+def compare_row(potential: Potential, atoms: Atoms, device: torch.device, label: str) -> None:
+    engine = DeviceEngine(potential, device, notify=print)
+    systems, positions, cell, _ = systems_of([atoms], device)
+    engine.set_systems(systems)
+    print(f"{label:22} {compare(engine, systems, positions, cell)}", flush=True)
+
+
+def profile_row(potential: Potential, atoms: Atoms, device: torch.device, label: str) -> None:
+    """Kernels of one replay."""
+    engine = DeviceEngine(potential, device)
+    systems, positions, cell, _ = systems_of([atoms], device)
+    engine.set_systems(systems)
+    for _ in range(5):
+        engine.evaluate(positions, cell)
+    activities = [torch.profiler.ProfilerActivity.CUDA, torch.profiler.ProfilerActivity.CPU]
+    with torch.profiler.profile(activities=activities) as profile:
+        for _ in range(5):
+            engine.evaluate(positions, cell)
+        synchronise(device)
+    rows: dict[str, list[float]] = {}
+    for event in profile.events():
+        if event.device_type == torch.autograd.DeviceType.CUDA:
+            entry = rows.setdefault(event.name[:90], [0, 0.0])
+            entry[0] += 1
+            entry[1] += event.time_range.elapsed_us()
+    total = sum(time for _, time in rows.values()) / 5
+    print(
+        f"\n## {label}: kernels of one evaluation, {sum(n for n, _ in rows.values()) / 5:.0f} launches, {total:.0f} us"
+    )
+    for name, (count, microseconds) in sorted(rows.items(), key=lambda item: -item[1][1])[:32]:
+        print(f"  {microseconds / 5:9.1f} us  {count / 5:5.1f} x  {name}")
+    print(flush=True)
+
+
+def attempt(label: str, row: Callable[[], None]) -> None:
+    try:
+        row()
+    except Exception as error:
+        print(f"{label:22} failed: {type(error).__name__}: {str(error)[:300]}", flush=True)
+        traceback.print_exc(limit=-6)
+    if torch.cuda.is_available():
+        torch.cuda.empty_cache()
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--model", nargs="+", default=["nequip"], choices=sorted(MODELS))
+    parser.add_argument("--sizes", nargs="+", type=int, default=[192, 1536, 6144], choices=COPIES)
+    parser.add_argument("--rows", nargs="+", default=["compare", "engine", "ase", "batch", "profile"])
+    parser.add_argument("--steps", type=int, default=60)
+    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
+    parser.add_argument("--boxes", type=int, default=32, help="boxes of 192 atoms in the row `batch`")
+    arguments = parser.parse_args()
+    device = torch.device(arguments.device)
+    where = torch.cuda.get_device_name() if device.type == "cuda" else "CPU"
+    print(f"{where}, torch {torch.__version__}, float32, water, cutoff {CUTOFF} A")
+    for name in arguments.model:
+        attempt(name, partial(rows_of_model, name, arguments, device))
+
+
+def rows_of_model(name: str, arguments: argparse.Namespace, device: torch.device) -> None:
+    potential, steps = build(name, device), arguments.steps
+    for size in arguments.sizes:
+        label, atoms = f"{name} {size}", box(size)
+        rows: dict[str, Callable[[], None]] = {
+            "compare": partial(compare_row, potential, atoms, device, label),
+            "engine": partial(engine_row, potential, [atoms], steps, device, label),
+            "ase": partial(ase_row, potential, atoms, steps, device, label),
+            "profile": partial(profile_row, potential, atoms, device, label),
+        }
+        for row, action in rows.items():
+            if row in arguments.rows:
+                attempt(f"{label} {row}", action)
+    if "batch" in arguments.rows:
+        boxes = [box(SMALL, seed) for seed in range(arguments.boxes)]
+        label = f"{name} {arguments.boxes} x {SMALL}"
+        attempt(label, partial(engine_row, potential, boxes, steps, device, label))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,228 @@
+"""One evaluation in tensors of fixed sizes and addresses: selection of edges, model, derivative, sums.
+
+On a GPU it is captured as a CUDA graph and replayed. Contract: `input` is written before `run`, and `output` is valid after it,
+until the next run; neighbour lists and the composition are written by `set_lists` and `set_systems`, at any time between runs.
+Sizes include at least one blank system, which has all atoms and edges that are left over (`data/padding.py`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from forgefield.inference.capture import capture
+from forgefield.kernels.convolution.dispatch import evaluation
+from forgefield.kernels.core.runtime import joined
+from forgefield.kernels.edges.near import NearEdges, SkinLists, select_near, sum_over_edges, sum_over_frames
+from forgefield.models.edges import EdgeContext, FixedWeights
+from forgefield.models.potential import Potential
+from forgefield.ops.execution import execution
+from forgefield.ops.graph import GradientSwitch, edge_graph
+
+STATUS = 3
+"""Numbers of the status at the beginning of the output; see `kernels/edges/near.py`."""
+WARM_UPS = 2
+ATOMS_OF_SHARE = 2048
+"""Atoms of a system that one program sums."""
+
+
+@dataclass(frozen=True)
+class ProgramSize:
+    """Sizes of the tensors of a program: systems and atoms, blank ones included; edges of lists with a skin; edges within the
+    cutoff, an even number."""
+
+    systems: int
+    atoms: int
+    listed: int
+    edges: int
+
+    def holds(self, systems: int, atoms: int, listed: int, edges: int) -> bool:
+        """Whether systems of these sizes fit, with at least one blank system and atom."""
+        return systems < self.systems and atoms < self.atoms and listed <= self.listed and edges <= self.edges
+
+
+@dataclass(frozen=True)
+class Settings:
+    """cutoff, skin, closest: A; atoms within `closest` of each other coincide. gradients: whether forces and stress are
+    computed."""
+
+    cutoff: float
+    skin: float
+    closest: float
+    gradients: bool
+
+
+class Program:
+    """See the module. potential: in evaluation mode, on `device`."""
+
+    def __init__(
+        self,
+        potential: Potential,
+        fixed: FixedWeights,
+        size: ProgramSize,
+        settings: Settings,
+        device: torch.device,
+    ) -> None:
+        self.potential, self.fixed, self.size, self.settings, self.device = potential, fixed, size, settings, device
+        systems, atoms = size.systems, size.atoms
+
+        def zeros(*shape: int, dtype: torch.dtype = torch.float64) -> Tensor:
+            return torch.zeros(shape, dtype=dtype, device=device)
+
+        self.input = zeros(9 * systems + 3 * atoms)
+        """Cells of all systems, then positions of all atoms, A."""
+        self.cell = self.input[: 9 * systems].view(systems, 3, 3)
+        self.positions = self.input[9 * systems :].view(atoms, 3)
+        self.cell[-1] = 2 * settings.cutoff * torch.eye(3, dtype=torch.float64, device=device)
+        self.output = zeros(STATUS + 10 * systems + 4 * atoms)
+        """Status; energies and stress of all systems; forces and energies of all atoms."""
+        parts = self.output.split([STATUS, systems, 9 * systems, 3 * atoms, atoms])
+        self.status, self.energy, self.stress, self.forces, self.atomic = parts
+        self.species = zeros(atoms, dtype=torch.int64)
+        self.system = zeros(atoms, dtype=torch.int64)
+        self.n_atoms = zeros(systems, dtype=torch.int64)
+        self.first_atoms = zeros(systems + 1, dtype=torch.int64)
+        self.pbc = torch.ones(systems, 3, dtype=torch.bool, device=device)
+        self.lists = SkinLists(
+            pointers=zeros(atoms + 1, dtype=torch.int64),
+            source=zeros(size.listed, dtype=torch.int32),
+            shift=zeros(size.listed, 3, dtype=torch.int16),
+            reverse=zeros(size.listed, dtype=torch.int32),
+            positions=zeros(atoms, 3),
+            cell=self.cell.clone(),
+            inverse=zeros(systems, 3, 3),
+        )
+        self.near = NearEdges.empty(atoms, size.listed, size.edges, device)
+        self.n_shares = max(1, min(256, -(-atoms // (ATOMS_OF_SHARE * max(1, systems - 1)))))
+        self.staged: Tensor | None = None
+        """Copies of input and output in the memory of the host, where they are used."""
+        self.fetched: Tensor | None = None
+        self._run: Callable[[], object] = self._compute
+        self._graph: torch.cuda.CUDAGraph | None = None
+
+    # ---- what is written between runs
+
+    def set_systems(self, species: Tensor, n_atoms: Tensor, pbc: Tensor) -> None:
+        """species: (n,), n_atoms: (n_systems,), pbc: (n_systems, 3), of the real atoms and systems."""
+        real, systems = species.shape[0], n_atoms.shape[0]
+        self.species.zero_()[:real] = species
+        counts = self.n_atoms.zero_()
+        counts[:systems] = n_atoms
+        counts[-1] = self.size.atoms - real
+        self.system.copy_(torch.repeat_interleave(counts, output_size=self.size.atoms))
+        self.first_atoms[1:] = counts.cumsum(0)
+        self.pbc.fill_(True)[:systems] = pbc
+        self.positions[real:] = 0.0
+        self.cell[systems:] = self.cell[-1].clone()
+
+    def set_lists(self, index: Tensor, shift: Tensor, reverse: Tensor, inverse: Tensor) -> None:
+        """Neighbour lists for the positions and cells in `input`. index: (2, n_edges), shift: (n_edges, 3) and reverse:
+        (n_edges,) int64; inverse: (n_systems, 3, 3), see `SkinLists`."""
+        lists, listed = self.lists, index.shape[1]
+        lists.source[:listed] = index[0]
+        lists.shift[:listed] = shift
+        lists.reverse[:listed] = reverse
+        every_atom = torch.arange(self.size.atoms + 1, device=self.device)
+        lists.pointers.copy_(torch.searchsorted(index[1].contiguous(), every_atom))
+        lists.positions.copy_(self.positions)
+        lists.cell.copy_(self.cell)
+        lists.inverse.zero_()[: inverse.shape[0]] = inverse
+        lists.inverse[inverse.shape[0] :] = torch.linalg.inv(self.cell[-1])
+
+        if self.staged is not None:
+            self.staged.copy_(self.input)
+
+    # ---- an evaluation
+
+    def host_memory(self) -> tuple[Tensor, Tensor]:
+        """Pinned memory for input and output; that of the input holds what was set last."""
+        if self.staged is None or self.fetched is None:
+            pinned = self.device.type == "cuda"
+            self.staged = torch.empty(self.input.shape, dtype=torch.float64, pin_memory=pinned)
+            self.fetched = torch.empty(self.output.shape, dtype=torch.float64, pin_memory=pinned)
+            self.staged.copy_(self.input)
+        return self.staged, self.fetched
+
+    def run(self) -> None:
+        """Evaluate what is in `input`."""
+        self._run()
+
+    def capture(self, pool: object) -> None:
+        """From now on, replay a CUDA graph. Lists and systems must have been set. pool: memory shared with other graphs."""
+
+        def compute() -> None:
+            with joined():
+                self._compute()
+
+        graph, _ = capture(
+            compute,
+            warm_up=self._compute,
+            warm_ups=WARM_UPS,
+            pool=pool,  # type: ignore[arg-type]
+            refusal="the evaluation cannot be captured as a CUDA graph",
+            instead="it is computed without.",
+        )
+        self._graph, self._run = graph, graph.replay
+
+    @property
+    def captured(self) -> bool:
+        return self._graph is not None
+
+    def _compute(self) -> None:
+        settings, near = self.settings, self.near
+        select_near(
+            self.lists,
+            near,
+            self.positions,
+            self.cell,
+            self.system,
+            cutoff=settings.cutoff,
+            skin=settings.skin,
+            closest=settings.closest,
+            first_blank=self.first_atoms[-2:-1],
+        )
+        self.status.copy_(near.status)
+        batch = self._batch()
+        with execution(kernels=True), evaluation(), torch.set_grad_enabled(settings.gradients):
+            vectors = near.vectors.detach().requires_grad_(settings.gradients)
+            graph = edge_graph(batch)
+            edges = EdgeContext(
+                vectors,
+                batch,
+                graph,
+                GradientSwitch(),
+                differentiated_again=False,
+                fixed_weights=self.fixed,
+            )
+            atomic = self.potential.atomic_energies(batch, edges)
+            virials = vectors.new_zeros(0)
+            if settings.gradients:
+                if atomic.requires_grad:
+                    (slope,) = torch.autograd.grad([atomic], [vectors], [torch.ones_like(atomic)])
+                else:  # a model without any weights for these species
+                    slope = torch.zeros_like(vectors)
+                virials = torch.empty((self.size.atoms, 9), dtype=torch.float64, device=self.device)
+                pointers = graph.by_destination.pointers
+                sum_over_edges(slope.contiguous(), near.vectors, pointers, near.reverse, self.forces, virials)
+            else:
+                virials = torch.zeros((self.size.atoms, 9), dtype=torch.float64, device=self.device)
+            self.atomic.copy_(atomic.detach())
+            parts = torch.empty((self.size.systems, self.n_shares, 10), dtype=torch.float64, device=self.device)
+            sum_over_frames(self.atomic, virials, self.first_atoms, self.cell, parts, self.energy, self.stress)
+
+    def _batch(self) -> dict[str, Tensor]:
+        near = self.near
+        return {
+            "positions": self.positions,
+            "species": self.species,
+            "frame": self.system,
+            "n_atoms": self.n_atoms,
+            "pbc": self.pbc,
+            "cell": self.cell,
+            "edge_index": near.index,
+            "edge_shift": torch.zeros(1, 3, dtype=torch.float64, device=self.device).expand(self.size.edges, 3),
+            "edge_reverse": near.reverse,
+        }
