@@ -3,12 +3,12 @@
     python benchmarks/training.py [--data FILE] [--epochs 60] [--cold | --once] [--profile FOLDER] [--out FOLDER]
                                   [key=value ...]
 
-The default case is NequIP (4 layers, l_max 2, 64 features) on 500 frames of 27 atoms in batches of 5, with all defaults and the
-graphs engine on a GPU. FILE is an extxyz file such as train_300K.xyz of 3BPA, of which 50 frames are validated; without it,
-frames of that size with harmonic bonds are generated. `forgefield train` runs in a process of its own, with one more callback
-(`Clock`) that reads the clock. A training of one epoch comes first, so that kernels are on disk; `--cold`: it starts without any
-and is shown as well; `--once`: it is left out. `--profile`: then a short training under Python's profiler and one under torch's.
-`key=value` overrides the config.
+The default case is NequIP (4 layers, l_max 2, 64 features) on 500 frames of 27 atoms in batches of 5, with all defaults and
+the graphs engine on a GPU. FILE is an extxyz file such as train_300K.xyz of 3BPA, of which 50 frames are validated; without
+it, frames of that size with harmonic bonds are generated. `forgefield train` runs in a process of its own, with one more
+callback (`Clock`) that reads the clock. A training of one epoch comes first, so that kernels are on disk; `--cold`: it starts
+without any and is shown as well; `--once`: it is left out. `--profile`: then a short training under Python's profiler and one
+under torch's. `key=value` overrides the config.
 """
 
 from __future__ import annotations
