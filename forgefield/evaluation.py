@@ -445,9 +445,17 @@ def _short(text: str) -> str:
 
 
 def write_test(
-    run: Run, errors: dict[str, float], *, name: str, data: object, which: str, head: str | None = None, **counts: int
+    run: Run,
+    errors: dict[str, float],
+    *,
+    name: str,
+    data: object,
+    which: str,
+    head: str | None = None,
+    details: dict[str, Any] | None = None,
+    **counts: int,
 ) -> None:
-    """Write errors to `NAME.json` of a run. counts: number of samples, as in `frames=100`."""
+    """Write errors to `NAME.json` of a run. details: other results, by key. counts: number of samples, as in `frames=100`."""
     content = {
         "source": _short(str(data)),
         "weights": which,
@@ -457,5 +465,6 @@ def write_test(
         "date": f"{datetime.now():%Y-%m-%d %H:%M}",
         "identity": _identity(data, which, head),
         "errors": errors,
+        **(details or {}),
     }
     write_atomically(run.path / f"{name}.json", json.dumps(content, indent=1) + "\n")

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 import signal
+import socket
 import sys
 import threading
 import time
@@ -15,6 +16,7 @@ from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from types import FrameType
+from typing import TypedDict
 
 STUCK_AFTER_S = 5.0
 """How long the main thread may take to notice a signal."""
@@ -163,6 +165,51 @@ def kill(processes: Iterable[int]) -> None:
     for process in processes:
         with suppress(ProcessLookupError, PermissionError):
             os.kill(process, signal.SIGKILL)
+
+
+# ---- identity
+
+
+class ProcessIdentity(TypedDict):
+    """A process that others may look for. host: the scope of process ids. born: its start time, since ids are reused."""
+
+    host: str
+    pid: int
+    born: str | None
+
+
+def this_process() -> ProcessIdentity:
+    return {"host": machine(), "pid": os.getpid(), "born": _start_time(os.getpid())}
+
+
+def machine() -> str:
+    """The scope of process ids: the machine, or the container on it."""
+    try:
+        return f"{socket.gethostname()} {os.readlink('/proc/self/ns/pid')}"
+    except OSError:
+        return socket.gethostname()
+
+
+def is_alive(process: ProcessIdentity) -> bool:
+    """Whether a process of this machine still exists."""
+    try:
+        os.kill(process["pid"], 0)
+    except ProcessLookupError:
+        return False
+    except PermissionError:
+        return True
+    started = _start_time(process["pid"])
+    return started is None or process["born"] is None or started == process["born"]
+
+
+def _start_time(pid: int) -> str | None:
+    """Start time of a process; None where it is not available, `ended` for a process that its parent has not waited for."""
+    try:
+        text = Path(f"/proc/{pid}/stat").read_text()
+    except OSError:
+        return None
+    words = text.rpartition(")")[2].split()
+    return "ended" if words[0] == "Z" else words[19]
 
 
 def usable_cores() -> int:

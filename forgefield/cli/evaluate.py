@@ -17,6 +17,7 @@ examples:
   forgefield evaluate runs/copper --suite crystal --reference ase.calculators.emt.EMT
   forgefield evaluate runs/ethanol --suite molecule --structures ethanol.xyz --ps 20
   forgefield evaluate runs/water --suite liquid --structures water.extxyz --temperature 330 --ps 50
+  forgefield evaluate runs/water --suite liquid --structures water.extxyz --reference aimd.extxyz
   forgefield evaluate runs/copper --only eos phonons --reference runs/larger
 """
 
@@ -37,7 +38,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--reference",
         metavar="REFERENCE",
-        help="import path of an ASE calculator, a run, or a JSON file: an evaluation.json or a mapping of names to numbers",
+        help="import path of an ASE calculator, a run, a file with labelled frames, or a JSON file: an evaluation.json or a "
+        "mapping of names to numbers",
     )
     parser.add_argument("--only", metavar="NAME", nargs="+", default=[], help="evaluations to do: eos, phonons, ...")
     parser.add_argument("-o", "--out", metavar="FOLDER", help="folder of the results (default: evaluation in the run)")

@@ -19,6 +19,7 @@ from forgefield.cli import main
 from forgefield.data.reading import read_table
 from forgefield.data.store.store import HEADER, open_store
 from tests.support.helpers import SHARED_DATA, emt_frames, write_emt
+from tests.support.launching import with_default_interrupts
 
 ROOT = Path(__file__).parents[2]
 FIELDS = ("positions", "numbers", "cell", "pbc", "energy", "forces", "stress", "weight")
@@ -205,13 +206,8 @@ def conversion(large: Path, target: Path, workers: int) -> subprocess.Popen:
         stderr=pipe,
         text=True,
         start_new_session=True,
-        preexec_fn=heed_ctrl_c,
+        preexec_fn=with_default_interrupts,
     )
-
-
-def heed_ctrl_c() -> None:
-    """A shell starts what runs in the background with Ctrl-C ignored, and children inherit that."""
-    signal.signal(signal.SIGINT, signal.SIG_DFL)
 
 
 def wait_for_a_part(process: subprocess.Popen, target: Path) -> None:

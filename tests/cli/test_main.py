@@ -132,6 +132,7 @@ def test_missing_arguments_are_named_as_in_the_usage(words, missing, capsys):
 
 
 IN_PYTHON = {
+    "runs": ["list_runs"],
     "init": ["propose_config"],
     "data": ["inspect_data", "convert_data", "sample_data"],
     "convert-config": ["convert_input"],

@@ -114,6 +114,14 @@ def test_a_stop_signal_on_one_rank_stops_all_at_the_same_step_and_saves_once(how
     assert_same_run(straight, tmp_path / "runs" / "again")
 
 
+def test_a_checkpoint_requested_of_one_rank_is_saved_by_all_and_changes_nothing(tmp_path, straight):
+    config = parallel_config(tmp_path, "again")
+    done = two_ranks(tmp_path, config, END_AT="4", END_HOW="usr2", END_RANKS="1")
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert done.stdout.count("A checkpoint was requested: step 5 is saved.") == 1
+    assert_same_run(straight, tmp_path / "runs" / "again")
+
+
 @pytest.mark.slow
 def test_an_elastic_restart_ends_as_if_nothing_had_happened(tmp_path, straight):
     """Two agents, as on two nodes. The one whose process is killed counts a restart, the other does not; and `--fresh` must

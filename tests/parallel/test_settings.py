@@ -37,7 +37,7 @@ def test_learning_rate_is_scaled_by_the_number_of_ranks(rule, factor):
 
 @pytest.mark.parametrize("wrong", ["lineer", "Linear", "2", "yes", ""])
 def test_any_other_rule_is_an_error(wrong):
-    with pytest.raises(ForgefieldError, match=r"'training\.scale_lr' is none, sqrt or linear"):
+    with pytest.raises(ForgefieldError, match=r"'training\.scale_lr' must be none, sqrt or linear"):
         load_config({"training": {"scale_lr": wrong}})
 
 

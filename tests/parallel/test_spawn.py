@@ -18,7 +18,7 @@ import pytest
 
 from forgefield.errors import ForgefieldError
 from forgefield.parallel.spawn import run_ranks
-from tests.support.launching import is_alive
+from tests.support.launching import is_alive, with_default_interrupts
 
 PATIENCE = 100.0
 FOREVER = 3600.0
@@ -293,7 +293,7 @@ def test_a_signal_ends_disposable_ranks_even_if_they_ignore_it(number: int, code
     """As those of `forgefield bench`, which must not take the end of one for a result and start the next."""
     body = "signal.signal(signal.SIGTERM, signal.SIG_IGN); note(os.getpid()); time.sleep(60)"
     command = [sys.executable, "-c", DISPOSABLE, json.dumps(rank_script(body, tmp_path))]
-    process = subprocess.Popen(command, stderr=subprocess.PIPE, text=True)
+    process = subprocess.Popen(command, stderr=subprocess.PIPE, text=True, preexec_fn=with_default_interrupts)
     wait_until(lambda: all(notes(tmp_path, rank) for rank in range(2)))
     process.send_signal(number)
     _, said = process.communicate(timeout=PATIENCE)

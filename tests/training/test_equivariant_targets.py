@@ -214,13 +214,13 @@ def test_an_evaluation_moves_copies_always_alike(tmp_path):
         ({"dipole": {"kind": "vector", "reduce": "max"}}, r"'task\.dipole\.reduce' must be sum or mean for a vector"),
         (
             {"dipole": {"kind": "vector", "normalise": {"mean": 1.0, "scale": 1.0}}},
-            r"'task\.dipole\.normalise\.mean' is 0: the mean of an equivariant vector",
+            r"'task\.dipole\.normalise\.mean' must be 0, the mean of an equivariant vector",
         ),
-        ({"dipole": {"kind": "vektor"}}, r"'task\.dipole\.kind' is values, vector.* Did you mean 'vector'"),
+        ({"dipole": {"kind": "vektor"}}, r"'task\.dipole\.kind' must be values, vector.* Did you mean 'vector'"),
         ({"energy": {"direct": True}}, r"'task\.energy\.direct' does not apply to energy"),
         ({"forces": {"net_zero": True}}, r"'task\.forces\.net_zero' applies to direct forces"),
-        ({"denoise": {"sigma": 0}}, r"'task\.denoise\.sigma' is a positive length"),
-        ({"denoise": {"share": 1.5}}, r"'task\.denoise\.share' is a share of the frames"),
+        ({"denoise": {"sigma": 0}}, r"'task\.denoise\.sigma' must be a positive length"),
+        ({"denoise": {"share": 1.5}}, r"'task\.denoise\.share' must be a share of the frames"),
         ({"denoise": {"sgima": 0.1}}, r"Did you mean 'task\.denoise\.sigma'"),
     ],
 )

@@ -280,7 +280,10 @@ def test_interrupted_run_of_classes_equals_uninterrupted_run(tmp_path, monkeypat
         ({"kind": {"classes": [1, 2]}}, r"its kind is 5, but task\.kind\.classes has 1, 2"),
         ({"same": {"classes": "auto"}}, r"all training frames have the label 1, so there is nothing to classify"),
         ({"moduli": {"classes": 3}}, r"a class is one number, but moduli has the shape \[3\]"),
-        ({"kind": {"classes": 1}}, r"'task\.kind\.classes' is a number above 1, a list of different labels, or auto"),
+        (
+            {"kind": {"classes": 1}},
+            r"'task\.kind\.classes' must be a number above 1, a list of different labels, or auto",
+        ),
         ({"kind": {"classes": 3, "loss": "mae"}}, r"'task\.kind\.loss' does not apply to classes"),
         ({"kind": {"classes": 3, "reduce": "sum"}}, r"'task\.kind\.reduce' does not apply to classes"),
         ({"kind": {"classes": 3, "normalise": {"mean": 0, "scale": 1}}}, r"normalise' does not apply to classes"),

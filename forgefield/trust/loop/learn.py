@@ -31,7 +31,6 @@ from forgefield.config.loading import load_config
 from forgefield.data.options import LabelOptions as LabelNames
 from forgefield.data.options import UnitOptions
 from forgefield.errors import ForgefieldError
-from forgefield.evaluation import evaluate_training, is_unmeasured
 from forgefield.files import write_atomically, written_atomically
 from forgefield.inference.uncertainty import has_uncertainty
 from forgefield.inference.xyz_files import write_extxyz
@@ -40,9 +39,9 @@ from forgefield.report.analysis import errors, predictions_from_npz
 from forgefield.runs import Run
 from forgefield.settings import Config
 from forgefield.text import counted
-from forgefield.training.fit import fit
 from forgefield.training.run.journal import Journal
 from forgefield.training.trainer import requested_processes
+from forgefield.trust.ensembles import UNFINISHED, train_run
 from forgefield.trust.loop.explore import Explored, explore, unit_of
 from forgefield.trust.loop.history import write_learning_page
 from forgefield.trust.loop.label import label_structures
@@ -223,17 +222,20 @@ class _Loop:
         run, began = Run(config.folder), time.monotonic()
         self.notify(f"Iteration {iteration}: training on {', '.join(map(_short, _as_list(config.data.train)))} ...")
         with open(os.devnull, "w") as discarded:
-            journal = Journal(Console(file=discarded, force_jupyter=False))
-            try:
-                ranks = single_process()
-                fitted = fit(config, fresh=False, journal=journal, ranks=ranks, trust_code=True)
-                if fitted.outcome == "finished" or is_unmeasured(fitted):
-                    fitted = evaluate_training(fitted, config, journal, ranks)
-            finally:
-                journal.close()
-        if fitted.outcome == "stopped":
-            raise ForgefieldError("The training was stopped. Run the same command to resume the loop.")
-        if not has_uncertainty(run):
+            silent = Console(file=discarded, force_jupyter=False)
+            fitted = train_run(
+                config,
+                fresh=False,
+                new_journal=lambda: Journal(silent),
+                ranks=single_process(),
+                trust_code=True,
+            )
+        if fitted.outcome in UNFINISHED:
+            raise ForgefieldError(
+                f"The training {'was stopped' if fitted.outcome == 'stopped' else 'failed'}; messages are in {run.path}. Run "
+                "the same command to resume the loop."
+            )
+        if not run.members and not has_uncertainty(run):
             fit_uncertainty(run, device=self.device)
         self._record(iteration, errors=_errors(run), run=run.name, seconds_training=time.monotonic() - began)
         self.notify(describe(self.history[-1]))
