@@ -16,16 +16,17 @@ from torch import Tensor
 from forgefield.inference.capture import capture
 from forgefield.kernels.convolution.dispatch import evaluation
 from forgefield.kernels.core.runtime import joined
+from forgefield.kernels.edges.lists import ListBuilder
 from forgefield.kernels.edges.near import NearEdges, SkinLists, select_near, sum_over_edges, sum_over_frames
 from forgefield.models.edges import EdgeContext, FixedWeights
 from forgefield.models.potential import Potential
 from forgefield.ops.execution import execution
 from forgefield.ops.graph import GradientSwitch, edge_graph
 
-STATUS = 3
+STATUS = 5
 """Numbers of the status at the beginning of the output; see `kernels/edges/near.py`."""
 WARM_UPS = 2
-ATOMS_OF_SHARE = 2048
+ATOMS_OF_SHARE = 256
 """Atoms of a system that one program sums."""
 
 
@@ -95,13 +96,23 @@ class Program:
             cell=self.cell.clone(),
             inverse=zeros(systems, 3, 3),
         )
+        self.builder = ListBuilder(
+            self.positions,
+            self.cell,
+            self.pbc,
+            self.system,
+            self.first_atoms,
+            self.lists,
+            settings.cutoff + settings.skin,
+        )
         self.near = NearEdges.empty(atoms, size.listed, size.edges, device)
         self.n_shares = max(1, min(256, -(-atoms // (ATOMS_OF_SHARE * max(1, systems - 1)))))
         self.staged: Tensor | None = None
         """Copies of input and output in the memory of the host, where they are used."""
         self.fetched: Tensor | None = None
         self._run: Callable[[], object] = self._compute
-        self._graph: torch.cuda.CUDAGraph | None = None
+        self._build: Callable[[], object] = self.builder.build
+        self._graphs: list[torch.cuda.CUDAGraph] = []
 
     # ---- what is written between runs
 
@@ -131,6 +142,7 @@ class Program:
         lists.cell.copy_(self.cell)
         lists.inverse.zero_()[: inverse.shape[0]] = inverse
         lists.inverse[inverse.shape[0] :] = torch.linalg.inv(self.cell[-1])
+        self.builder.status.zero_()
 
         if self.staged is not None:
             self.staged.copy_(self.input)
@@ -150,26 +162,36 @@ class Program:
         """Evaluate what is in `input`."""
         self._run()
 
+    def build_lists(self) -> None:
+        """Build neighbour lists for the positions and cells in `input`. Where they do not fit, the status of the next run says
+        so."""
+        self._build()
+
     def capture(self, pool: object) -> None:
         """From now on, replay a CUDA graph. Lists and systems must have been set. pool: memory shared with other graphs."""
 
-        def compute() -> None:
+        self._build = self._captured(self.builder.build, pool)
+        self._run = self._captured(self._compute, pool)
+
+    def _captured(self, function: Callable[[], None], pool: object) -> Callable[[], object]:
+        def joining() -> None:
             with joined():
-                self._compute()
+                function()
 
         graph, _ = capture(
-            compute,
-            warm_up=self._compute,
+            joining,
+            warm_up=function,
             warm_ups=WARM_UPS,
             pool=pool,  # type: ignore[arg-type]
             refusal="the evaluation cannot be captured as a CUDA graph",
             instead="it is computed without.",
         )
-        self._graph, self._run = graph, graph.replay
+        self._graphs.append(graph)
+        return graph.replay
 
     @property
     def captured(self) -> bool:
-        return self._graph is not None
+        return bool(self._graphs)
 
     def _compute(self) -> None:
         settings, near = self.settings, self.near
@@ -183,6 +205,7 @@ class Program:
             skin=settings.skin,
             closest=settings.closest,
             first_blank=self.first_atoms[-2:-1],
+            invalid=self.builder.status,
         )
         self.status.copy_(near.status)
         batch = self._batch()

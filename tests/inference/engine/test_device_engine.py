@@ -17,6 +17,7 @@ from forgefield.inference.engine import comparison
 from forgefield.inference.engine.comparison import compare, part_of
 from forgefield.inference.engine.device import DeviceEngine, Systems, refusal
 from forgefield.inference.engine.program import ProgramSize
+from forgefield.kernels.convolution import passes as convolution
 from forgefield.models import AtomisticModel
 from forgefield.models.potential import Potential
 from tests.support.kernels import DEVICE, needs_kernels
@@ -172,6 +173,28 @@ def test_nequip_uses_kernels_and_weights_prepared_once():
     assert prepared is not None
     engine.evaluate(positions + 0.01, cells)
     assert engine._fixed.state is prepared
+
+
+@needs_kernels
+def test_forces_in_ranges_of_edges_are_the_same(monkeypatch):
+    """As for systems whose rows of edges would not fit into the memory of a GPU."""
+    frames = [make_frame(3, seed=1, box=4.5)]
+    potential = make_potential("float64", num_layers=3, num_features=2)
+    engine, positions, cells = engine_of(frames, potential, captured=False)
+    wanted = engine.evaluate(positions, cells).forces.clone()
+    ranges: list[int] = []
+    split = convolution.Convolution._ranges
+
+    def counted(self):
+        found = split(self)
+        ranges.append(len(found))
+        return found
+
+    monkeypatch.setattr(convolution, "row_limit", lambda device: 1280)
+    monkeypatch.setattr(convolution.Convolution, "_ranges", counted)
+    found = engine.evaluate(positions, cells).forces
+    assert max(ranges) > 2
+    torch.testing.assert_close(found, wanted, rtol=1e-12, atol=1e-13)
 
 
 @needs_kernels
