@@ -100,7 +100,7 @@ def test_moving_atoms_and_cells(case):
     frames = CASES[case]()
     engine, positions, cells = engine_of(frames, skin=0.4)
     random = np.random.default_rng(0)
-    for step in range(4):
+    for step in range(3):
         wanted = expected(engine, frames, positions, cells)
         if step % 2:
             found = engine.evaluate(positions, cells)
@@ -108,10 +108,10 @@ def test_moving_atoms_and_cells(case):
             found = engine.evaluate_on_host(positions.cpu().numpy(), cells.cpu().numpy())
         assert_equal(found, wanted)
         strain = torch.eye(3, dtype=torch.float64) + torch.from_numpy(random.normal(0, 2e-3, (3, 3)))
-        strain = 1.05 * strain if step == 2 else strain
+        strain = 1.05 * strain if step == 1 else strain
         positions = positions + torch.from_numpy(random.normal(0, 0.03, positions.shape)).to(DEVICE)
         cells, positions = (each @ strain.to(DEVICE) for each in (cells, positions))
-    assert engine.builds < 5
+    assert engine.builds < 4
 
 
 @needs_kernels
@@ -141,10 +141,10 @@ def test_an_atom_that_crosses_the_skin_is_noticed_in_the_same_step():
 
 @needs_kernels
 def test_more_edges_than_the_program_has_room_for():
-    frames = [make_frame(6, seed=3, box=9.0)]
-    engine, positions, cells = engine_of(frames, skin=2.5)
+    frames = [make_frame(4, seed=3, box=7.0)]
+    engine, positions, cells = engine_of(frames, skin=1.0)
     counts = []
-    for scale in (1.0, 0.9, 0.45, 1.2):
+    for scale in (1.0, 0.97, 0.5):
         assert_equal(
             engine.evaluate(scale * positions, scale * cells),
             expected(engine, frames, scale * positions, scale * cells),
