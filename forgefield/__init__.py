@@ -16,6 +16,7 @@ if TYPE_CHECKING:
         Calculator,
         Ensemble,
         check,
+        compare,
         convert_data,
         convert_input,
         evaluate,
@@ -24,6 +25,7 @@ if TYPE_CHECKING:
         import_model,
         inspect_data,
         learn,
+        list_runs,
         load,
         load_run,
         md,
@@ -38,6 +40,7 @@ if TYPE_CHECKING:
         train,
         tune,
         uncertainty,
+        watch,
     )
     from forgefield.api import report as write_report
 
@@ -47,6 +50,7 @@ __all__ = [
     "ForgefieldError",
     "__version__",
     "check",
+    "compare",
     "convert_data",
     "convert_input",
     "evaluate",
@@ -55,6 +59,7 @@ __all__ = [
     "import_model",
     "inspect_data",
     "learn",
+    "list_runs",
     "load",
     "load_run",
     "md",
@@ -69,6 +74,7 @@ __all__ = [
     "train",
     "tune",
     "uncertainty",
+    "watch",
     "write_report",
 ]
 

@@ -35,7 +35,7 @@ from forgefield.data.sampling.plan import Budget
 from forgefield.data.species import SpeciesTable
 from forgefield.data.splits import is_lazy
 from forgefield.errors import ForgefieldError
-from forgefield.files import write_atomically, written_whole
+from forgefield.files import write_atomically, written_atomically
 from forgefield.inference.evaluate import evaluate_batches, join_in_order, per_atom_outputs
 from forgefield.inference.uncertainty import (
     LastLayerUncertainty,
@@ -261,7 +261,7 @@ def evaluate(
     arrays["species_symbols"] = np.array(run.species)
     arrays |= _origins(dataset)
     (run.path / "predictions").mkdir(exist_ok=True)
-    with written_whole(run.path / "predictions" / f"{split}.npz") as partial:
+    with written_atomically(run.path / "predictions" / f"{split}.npz") as partial:
         np.savez_compressed(partial, allow_pickle=False, **arrays)
     return _errors(run, tuple(labels), arrays)
 
@@ -323,14 +323,14 @@ def _errors(run: Run, names: tuple[str, ...], arrays: dict[str, np.ndarray]) -> 
 
 def _calibration(arrays: dict[str, np.ndarray]) -> dict[str, float]:
     """How well uncertainties agree with errors, for energies per atom (eV) and components of forces (eV/A)."""
-    found: dict[str, float] = {}
+    calibration: dict[str, float] = {}
     for name, per_atom in (("energy", arrays["n_atoms"]), ("forces", 1)):
         uncertainty = arrays.get(f"{name}_uncertainty")
         if uncertainty is not None:
             error = (arrays[f"{name}_pred"] - arrays[f"{name}_ref"]) / per_atom
             metrics = calibration_metrics(error.ravel(), (uncertainty / per_atom).ravel())
-            found |= {f"{name}_{metric}": value for metric, value in metrics.items()}
-    return found
+            calibration |= {f"{name}_{metric}": value for metric, value in metrics.items()}
+    return calibration
 
 
 def _auroc(arrays: dict[str, np.ndarray], classes: dict[str, list[float]]) -> dict[str, float]:
@@ -445,9 +445,17 @@ def _short(text: str) -> str:
 
 
 def write_test(
-    run: Run, errors: dict[str, float], *, name: str, data: object, which: str, head: str | None = None, **counts: int
+    run: Run,
+    errors: dict[str, float],
+    *,
+    name: str,
+    data: object,
+    which: str,
+    head: str | None = None,
+    details: dict[str, Any] | None = None,
+    **counts: int,
 ) -> None:
-    """Write errors to `NAME.json` of a run. counts: number of samples, as in `frames=100`."""
+    """Write errors to `NAME.json` of a run. details: other results, by key. counts: number of samples, as in `frames=100`."""
     content = {
         "source": _short(str(data)),
         "weights": which,
@@ -457,5 +465,6 @@ def write_test(
         "date": f"{datetime.now():%Y-%m-%d %H:%M}",
         "identity": _identity(data, which, head),
         "errors": errors,
+        **(details or {}),
     }
     write_atomically(run.path / f"{name}.json", json.dumps(content, indent=1) + "\n")

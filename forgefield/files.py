@@ -1,6 +1,6 @@
-"""Files are written whole or not at all: under a temporary name next to the target, flushed to the disk, then renamed.
+"""Atomic writes: a file is written under a temporary name next to the target, flushed to the disk, and then renamed.
 
-Temporary names carry host and process, so that what a crash left behind can be told from what is being written.
+Temporary names carry host and process, so that leftovers of a crash can be distinguished from files that are being written.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ def temporary_name(path: Path) -> Path:
 def remove_leftovers(folder: Path, of: Path | None = None) -> list[Path]:
     """Delete temporary files and folders in `folder` whose processes are gone; returns them.
 
-    A process of another host cannot be asked: its files are deleted when they have not changed for a week.
+    Processes of other hosts cannot be checked: their files are deleted if they have not changed for a week.
     of: delete only those of this file, for a folder that holds files of others too.
     """
     removed = []
@@ -101,7 +101,7 @@ def read_bytes(path: Path) -> bytes:
 
 
 @contextmanager
-def written_whole(path: Path) -> Iterator[Path]:
+def written_atomically(path: Path) -> Iterator[Path]:
     """A temporary name with the ending of `path`; it becomes `path` when the block succeeds and vanishes when not."""
     partial = temporary_name(path)
     remove_leftovers(path.parent, of=path)
@@ -125,13 +125,13 @@ def written_whole(path: Path) -> Iterator[Path]:
 
 def write_atomically(path: Path, content: bytes | str) -> Path:
     """Write `content` so that `path` holds either the old or the new, whatever happens in between."""
-    with written_whole(path) as partial:
+    with written_atomically(path) as partial:
         partial.write_bytes(content.encode() if isinstance(content, str) else content)
     return path
 
 
 def _flush(path: Path) -> None:
-    """Have the disk keep a file, or the names in a folder, before going on."""
+    """Wait until a file, or the names in a folder, are on the disk."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)

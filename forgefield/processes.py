@@ -1,14 +1,14 @@
-"""Processes end when they should: children with their parent, and everything when it is asked to.
+"""Termination of processes: child processes end with their parent, and signals end a process at any time.
 
-`Terminated` is what SIGTERM raises where there is nothing to save. Python runs signal handlers between two of its own
-instructions only; `hearing_signals` notices them
-while the main thread is in compiled code, so that the process can be ended from another thread.
+SIGTERM raises `Terminated` where there is nothing to save. Python runs signal handlers between two bytecode instructions only;
+`hearing_signals` detects signals while the main thread is in compiled code, so that another thread can end the process.
 """
 
 from __future__ import annotations
 
 import os
 import signal
+import socket
 import sys
 import threading
 import time
@@ -16,6 +16,7 @@ from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from types import FrameType
+from typing import TypedDict
 
 STUCK_AFTER_S = 5.0
 """How long the main thread may take to notice a signal."""
@@ -73,7 +74,7 @@ def interrupts_blocked() -> Iterator[None]:
 @contextmanager
 def hearing_signals(notify: Callable[[int], None]) -> Iterator[None]:
     """Inside the block a thread calls `notify` with every signal that has a handler, even while the main thread is in compiled
-    code and cannot run that handler. Blocks may be nested; the inner one hears. Only in the main thread."""
+    code and cannot run that handler. Blocks may be nested; the innermost one is notified. Only in the main thread."""
     if threading.current_thread() is not threading.main_thread():
         yield
         return
@@ -117,21 +118,21 @@ def die_with_parent() -> Callable[[], None] | None:
     import ctypes  # here: every command imports this module
 
     prctl, getppid, parent = ctypes.CDLL(None).prctl, os.getppid, os.getpid()
-    # Made here: between fork and exec as little as possible happens.
+    # Prepared here, because as little as possible may happen between fork and exec.
     death_signal, zero = ctypes.c_ulong(signal.SIGTERM.value), ctypes.c_ulong(0)
 
     def ask() -> None:
         prctl(_PR_SET_PDEATHSIG, death_signal, zero, zero, zero)
-        if getppid() != parent:  # it was dead before we asked
+        if getppid() != parent:  # it had ended before prctl was called
             os._exit(128 + signal.SIGTERM)
 
     return ask
 
 
 def stop_with_parent(*, grace: float, every: float = 0.5) -> None:
-    """Have this process get SIGTERM when the process that started it is gone, and end `grace` seconds later at the latest.
+    """Send this process SIGTERM when its parent has ended, and end it at most `grace` seconds later.
 
-    For processes of a launcher, which would otherwise outlive a launcher that was killed.
+    For the processes of a launcher, which would otherwise outlive a launcher that was killed.
     """
     parent = os.getppid()
 
@@ -146,7 +147,7 @@ def stop_with_parent(*, grace: float, every: float = 0.5) -> None:
 
 
 def descendants() -> set[int]:
-    """Numbers of all processes that this one has started, directly or not. Empty where /proc does not tell."""
+    """Process ids of all descendants of this process; empty where there is no /proc."""
     children: dict[int, list[int]] = {}
     for entry in Path("/proc").glob("[0-9]*/stat"):
         with suppress(OSError, ValueError, IndexError):
@@ -164,6 +165,51 @@ def kill(processes: Iterable[int]) -> None:
     for process in processes:
         with suppress(ProcessLookupError, PermissionError):
             os.kill(process, signal.SIGKILL)
+
+
+# ---- identity
+
+
+class ProcessIdentity(TypedDict):
+    """A process that others may look for. host: the scope of process ids. born: its start time, since ids are reused."""
+
+    host: str
+    pid: int
+    born: str | None
+
+
+def this_process() -> ProcessIdentity:
+    return {"host": machine(), "pid": os.getpid(), "born": _start_time(os.getpid())}
+
+
+def machine() -> str:
+    """The scope of process ids: the machine, or the container on it."""
+    try:
+        return f"{socket.gethostname()} {os.readlink('/proc/self/ns/pid')}"
+    except OSError:
+        return socket.gethostname()
+
+
+def is_alive(process: ProcessIdentity) -> bool:
+    """Whether a process of this machine still exists."""
+    try:
+        os.kill(process["pid"], 0)
+    except ProcessLookupError:
+        return False
+    except PermissionError:
+        return True
+    started = _start_time(process["pid"])
+    return started is None or process["born"] is None or started == process["born"]
+
+
+def _start_time(pid: int) -> str | None:
+    """Start time of a process; None where it is not available, `ended` for a process that its parent has not waited for."""
+    try:
+        text = Path(f"/proc/{pid}/stat").read_text()
+    except OSError:
+        return None
+    words = text.rpartition(")")[2].split()
+    return "ended" if words[0] == "Z" else words[19]
 
 
 def usable_cores() -> int:

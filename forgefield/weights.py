@@ -24,6 +24,8 @@ from forgefield.formats import VERSION, Format
 WEIGHTS_FILE = Format("a file of weights")
 """The format of weight files; the version is part of the metadata."""
 _ABOUT, _CHECKSUM = "about", "sha256"
+_LARGEST_HEADER = 100_000_000
+"""Bytes; the limit of safetensors itself."""
 
 
 @dataclass(frozen=True)
@@ -71,6 +73,18 @@ def read_weights(path: Path) -> Weights:
             f"{path} is damaged: its tensors do not match the checksum they were written with. {_REMEDY}"
         )
     return Weights(state, about, sha256)
+
+
+def stored_checksum(path: Path) -> str | None:
+    """The checksum in the header of a file, without reading or verifying the tensors; None for a file without one."""
+    try:
+        with path.open("rb") as file:
+            start = file.read(8)
+            header = file.read(min(int.from_bytes(start, "little"), _LARGEST_HEADER))
+        checksum = _about(start + header).get(_CHECKSUM)
+    except (OSError, ValueError, AttributeError, TypeError, RecursionError):
+        return None
+    return checksum if isinstance(checksum, str) else None
 
 
 _REMEDY = "Restore the file from a backup, or use the other weights of the run (--which last or --which best)."

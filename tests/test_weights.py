@@ -17,7 +17,7 @@ from safetensors.torch import save_file
 
 from forgefield.api import Calculator, predict
 from forgefield.errors import ForgefieldError
-from forgefield.files import read_bytes, remove_leftovers, temporary_name, written_whole
+from forgefield.files import read_bytes, remove_leftovers, temporary_name, written_atomically
 from forgefield.report.folder import read_run
 from forgefield.weights import digest, read_weights, write_weights
 from tests.support.helpers import tiny_config
@@ -101,8 +101,8 @@ def test_temporary_files_of_processes_that_are_gone_are_removed(tmp_path):
     code = f"""
 import os, signal
 from pathlib import Path
-from forgefield.files import written_whole
-with written_whole(Path({str(tmp_path / "a.json")!r})) as partial:
+from forgefield.files import written_atomically
+with written_atomically(Path({str(tmp_path / "a.json")!r})) as partial:
     partial.write_text("half")
     os.kill(os.getpid(), signal.SIGKILL)
 """
@@ -135,7 +135,7 @@ os.kill(os.getpid(), signal.SIGKILL)
 """
     subprocess.run([sys.executable, "-c", code], check=False)
     assert len(list(tmp_path.iterdir())) == 5
-    with written_whole(tmp_path / "a.xyz") as partial:
+    with written_atomically(tmp_path / "a.xyz") as partial:
         partial.write_text("whole")
 
     def names() -> list[str]:

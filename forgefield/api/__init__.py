@@ -13,6 +13,7 @@ from forgefield.data.starter import propose_config
 from forgefield.inference.ase import Calculator
 from forgefield.inference.ensemble import Ensemble
 from forgefield.ldos.options import ElectronOptions
+from forgefield.report.live.verbs import compare, list_runs, watch
 from forgefield.report.notebook import report
 from forgefield.runs import Run, run_exists
 
@@ -22,6 +23,7 @@ __all__ = [
     "Ensemble",
     "Run",
     "check",
+    "compare",
     "convert_data",
     "convert_input",
     "evaluate",
@@ -31,6 +33,7 @@ __all__ = [
     "import_model",
     "inspect_data",
     "learn",
+    "list_runs",
     "load",
     "load_run",
     "md",
@@ -47,4 +50,5 @@ __all__ = [
     "train_with_outcome",
     "tune",
     "uncertainty",
+    "watch",
 ]

@@ -77,24 +77,24 @@ def _config_with_structures(
     config: ConfigSource, overrides: Sequence[str], data: Structures | Mapping[str, Any] | None, *, trust_code: bool
 ) -> Config:
     """The loaded config, in which structures in memory are replaced by files in the folder of its runs."""
-    given = dict(data) if isinstance(data, Mapping) else {} if data is None else {"train": data}
-    if unknown := [str(name) for name in given if name not in _SETS]:
+    in_memory = dict(data) if isinstance(data, Mapping) else {} if data is None else {"train": data}
+    if unknown := [str(name) for name in in_memory if name not in _SETS]:
         raise ForgefieldError(f"data= has '{unknown[0]}'; it takes {', '.join(_SETS)}.")
     section = config.get("data") if isinstance(config, dict) else None
     if isinstance(config, dict) and isinstance(section, Mapping):
         named = {name: value for name, value in section.items() if name in _SETS and has_structures(value)}
-        if twice := sorted(named.keys() & given.keys()):
+        if twice := sorted(named.keys() & in_memory.keys()):
             raise ForgefieldError(f"data.{twice[0]} is given twice, in the config and as data=; leave one of them out.")
-        given = {**named, **given}
+        in_memory = {**named, **in_memory}
         config = {**config, "data": {name: value for name, value in section.items() if name not in named}}
     loaded = load_config(config, list(overrides), trust_code=trust_code)
-    if not given:
+    if not in_memory:
         return loaded
     for key in override_keys(overrides):
-        if key.removeprefix("data.") in given:
+        if key.removeprefix("data.") in in_memory:
             raise ForgefieldError(f"{key} is given twice, as an override and as structures; leave one of them out.")
     first = current_ranks().is_rank_zero
-    files = as_files(given, Path(loaded.out) / "structures", write=first)
+    files = as_files(in_memory, Path(loaded.out) / "structures", write=first)
     current_ranks().barrier()
     for name, value in files.items():
         setattr(loaded.data, name, value)

@@ -225,7 +225,7 @@ def evaluate(
     structures
         As in `md`; default: crystals of the elements, or the first frame of the training data.
     reference
-        Import path of an ASE calculator, a run, or a JSON file with numbers.
+        Import path of an ASE calculator, a run, a file with labelled frames, or a JSON file with numbers.
     only
         Names of evaluations to do; default: all of the suite.
     out

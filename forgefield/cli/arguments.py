@@ -126,7 +126,7 @@ def add_option_arguments(parser: argparse.ArgumentParser, cls: type, *, skip: Se
             add_option(parser, f"--{field.name.replace('_', '-')}", cls, field.name)
 
 
-def given_options(args: argparse.Namespace, cls: type) -> dict[str, Any]:
+def options_set(args: argparse.Namespace, cls: type) -> dict[str, Any]:
     """The options of a dataclass that the user set, of those for which there are flags."""
     return selected(args, *(field.name for field in dataclasses.fields(cls) if field.name in vars(args)))
 

@@ -146,8 +146,8 @@ def _lammps(args: argparse.Namespace, overrides: list[str], is_config: bool) -> 
     print(f"Comparing LAMMPS with ASE on {len(atoms)} atoms ({frame.where}), in float64; relative deviations:")
     print(f"  {'':<10}{'energy':>10}{'forces':>10}{'virial':>10}")
     worst = 0.0
-    found = compare_ranks(run, atoms, ranks, which=args.which, head=args.head)
-    for name, deviations in found.items():
+    deviations_by_ranks = compare_ranks(run, atoms, ranks, which=args.which, head=args.head)
+    for name, deviations in deviations_by_ranks.items():
         print(f"  {name:<10}" + "".join(f"{value:>10.1e}" for value in deviations.values()))
         worst = max(worst, *deviations.values())
     passed = worst <= TOLERANCE

@@ -48,8 +48,8 @@ def run(args: argparse.Namespace) -> int:
     if not args.memory > 0:
         raise ForgefieldError(f"--memory must be more than 0, not {args.memory:g}")
     begin, folder = time.monotonic(), Path(args.out)
-    found = find_snapshots(source_of(args.paths), target=args.target, units=args.units, setting="SNAPSHOT")
-    table = PointTable(found)
+    snapshots = find_snapshots(source_of(args.paths), target=args.target, units=args.units, setting="SNAPSHOT")
+    table = PointTable(snapshots)
     with progress_bar("shuffling") as report:
         shuffle_snapshots(
             table,
@@ -62,7 +62,7 @@ def run(args: argparse.Namespace) -> int:
         )
     n_bytes = sum(file.stat().st_size for file in folder.iterdir())
     print(
-        f"wrote {folder}: {counted(table.n_points, 'point')} of {counted(len(found), 'snapshot')} in "
+        f"wrote {folder}: {counted(table.n_points, 'point')} of {counted(len(snapshots), 'snapshot')} in "
         f"{counted(args.files, 'file')}, {size_text(n_bytes)}, in {time.monotonic() - begin:.1f} s\n"
         f"in a config:  data.train: {folder}"
     )

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import argparse
 
-from forgefield.cli.arguments import add_option_arguments, add_run_arguments, device_name, given_options
+from forgefield.cli.arguments import add_option_arguments, add_run_arguments, device_name, options_set
 from forgefield.cli.importing import for_good
 from forgefield.trust.suites.measurement import EvaluationOptions
 
@@ -17,6 +17,7 @@ examples:
   forgefield evaluate runs/copper --suite crystal --reference ase.calculators.emt.EMT
   forgefield evaluate runs/ethanol --suite molecule --structures ethanol.xyz --ps 20
   forgefield evaluate runs/water --suite liquid --structures water.extxyz --temperature 330 --ps 50
+  forgefield evaluate runs/water --suite liquid --structures water.extxyz --reference aimd.extxyz
   forgefield evaluate runs/copper --only eos phonons --reference runs/larger
 """
 
@@ -37,7 +38,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--reference",
         metavar="REFERENCE",
-        help="import path of an ASE calculator, a run, or a JSON file: an evaluation.json or a mapping of names to numbers",
+        help="import path of an ASE calculator, a run, a file with labelled frames, or a JSON file: an evaluation.json or a "
+        "mapping of names to numbers",
     )
     parser.add_argument("--only", metavar="NAME", nargs="+", default=[], help="evaluations to do: eos, phonons, ...")
     parser.add_argument("-o", "--out", metavar="FOLDER", help="folder of the results (default: evaluation in the run)")
@@ -60,7 +62,7 @@ def run(args: argparse.Namespace) -> int:
         device=device_name(args.device),
         notify=lambda text: print(text, flush=True),
         trust_code=args.trust_code,
-        **given_options(args, EvaluationOptions),
+        **options_set(args, EvaluationOptions),
     )
     print(f"page: {report.page}")
     if report.failed:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import argparse
 from typing import Any
 
-from forgefield.cli.arguments import add_option_arguments, add_run_arguments, device_name, given_options
+from forgefield.cli.arguments import add_option_arguments, add_run_arguments, device_name, options_set
 from forgefield.cli.importing import for_good
 from forgefield.trust.options import DynamicsOptions
 
@@ -57,5 +57,5 @@ def structure_arguments(args: argparse.Namespace, options: type) -> dict[str, An
         "overwrite": args.force,
         "notify": lambda text: print(text, flush=True),
         "trust_code": args.trust_code,
-        **given_options(args, options),
+        **options_set(args, options),
     }

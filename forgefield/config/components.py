@@ -138,18 +138,18 @@ def _import(path: str, *, where: str, trust: Trust, folders: Sequence[str | Path
             f"{where}: '{path}' is not an import path: write package.module.Name, for example my_model.Net."
         )
     trust.require(path, where, next(iter(folders), None))
-    places = [Path.cwd(), *map(Path, folders), *_FOLDERS]
+    folders_to_search = [Path.cwd(), *map(Path, folders), *_FOLDERS]
     try:
-        with _searching(places):
+        with _searching(folders_to_search):
             _refuse_code_in_runs(parts[0], path, trust.never_from)
             _refuse_namesake(parts[0], path)
-            return _attribute(parts, path, places, trust.never_from)
+            return _attribute(parts, path, folders_to_search, trust.never_from)
     except ForgefieldError as error:
         raise ForgefieldError(f"{where}: {error}") from error
 
 
-def _attribute(parts: Sequence[str], path: str, places: Sequence[Path], run: Path | None) -> Any:
-    target: object = _module(parts[0], path, places=places)
+def _attribute(parts: Sequence[str], path: str, folders_to_search: Sequence[Path], run: Path | None) -> Any:
+    target: object = _module(parts[0], path, folders_to_search=folders_to_search)
     for depth, part in enumerate(parts[1:], start=1):
         if not hasattr(target, part) and isinstance(target, ModuleType) and hasattr(target, "__path__"):
             inner = ".".join(parts[: depth + 1])
@@ -253,8 +253,10 @@ def _keywords(target: Callable[..., Any]) -> tuple[list[str], bool]:
     return names, any(parameter.kind is inspect.Parameter.VAR_KEYWORD for parameter in parameters)
 
 
-def _module(name: str, path: str, *, places: Sequence[Path] = (), optional: bool = False) -> ModuleType | None:
-    """Import one module, searched in `places`. optional: return None if there is none, because it may be an attribute."""
+def _module(
+    name: str, path: str, *, folders_to_search: Sequence[Path] = (), optional: bool = False
+) -> ModuleType | None:
+    """Import one module, also from these folders. optional: return None if there is none, because it may be an attribute."""
     try:
         return importlib.import_module(name)
     except ModuleNotFoundError as error:
@@ -264,15 +266,16 @@ def _module(name: str, path: str, *, places: Sequence[Path] = (), optional: bool
                 return None
             raise ForgefieldError(
                 f"'{path}': there is no module '{name}', neither installed nor in "
-                f"{' or '.join(dict.fromkeys(map(str, places)))}." + did_you_mean(name, _modules_in(places))
+                f"{' or '.join(dict.fromkeys(map(str, folders_to_search)))}."
+                + did_you_mean(name, _modules_in(folders_to_search))
             ) from error
         raise ForgefieldError(f"'{path}': importing {name} failed, it needs the missing module '{missing}'.") from error
     except Exception as error:
         raise ForgefieldError(f"'{path}': importing {name} failed: {type(error).__name__}: {error}") from error
 
 
-def _modules_in(places: Sequence[Path]) -> list[str]:
-    return [file.stem for folder in places for file in folder.glob("*.py")]
+def _modules_in(folders_to_search: Sequence[Path]) -> list[str]:
+    return [file.stem for folder in folders_to_search for file in folder.glob("*.py")]
 
 
 def _refuse_namesake(name: str, path: str) -> None:

@@ -23,6 +23,7 @@ HARMLESS = (
     "data.test",
     "data.cache",
     "data.lazy",
+    "data.keep",
     "data.workers",
     "data.prefetch",
     "training.checkpoint",

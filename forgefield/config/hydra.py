@@ -69,7 +69,7 @@ def _settings_without_files() -> Any:
 
 def int_div(dividend: object, divisor: object) -> int:
     """Quotient of two whole numbers, rounded down: 32, 5 -> 6."""
-    a, b = _whole("int_div", dividend), _whole("int_div", divisor)
+    a, b = _integer("int_div", dividend), _integer("int_div", divisor)
     if b == 0:
         raise ValueError(f"int_div cannot divide {a} by zero")
     return a // b
@@ -77,7 +77,7 @@ def int_div(dividend: object, divisor: object) -> int:
 
 def int_mul(a: object, b: object) -> int:
     """Product of two whole numbers."""
-    return _whole("int_mul", a) * _whole("int_mul", b)
+    return _integer("int_mul", a) * _integer("int_mul", b)
 
 
 RESOLVERS = {"int_div": int_div, "int_mul": int_mul}
@@ -90,7 +90,7 @@ def register_resolvers() -> None:
             OmegaConf.register_new_resolver(name, function)
 
 
-def _whole(resolver: str, value: object) -> int:
+def _integer(resolver: str, value: object) -> int:
     """`value` as an int. Text such as "8" counts, because `oc.env` always returns text."""
     if isinstance(value, str):
         try:

@@ -50,7 +50,7 @@ if TYPE_CHECKING:
 
 COMPONENTS = ("model", "training.optimizer", "training.scheduler", "training.weighting", "trainer.*")
 """Settings that describe one object by its name and options: a mapping with a name replaces what is there."""
-WHOLE = (
+REPLACED_AS_A_WHOLE = (
     "task",
     "task.*.species_weights",
     "task.*.schedule",
@@ -307,7 +307,7 @@ def _replaced(item: Override) -> list[str]:
             return
         named = "name" in map(str, value) and any(fnmatchcase(key, pattern) for pattern in COMPONENTS)
         named = named or (key == "model" and "from" in map(str, value))
-        if named or any(fnmatchcase(key, pattern) for pattern in WHOLE):
+        if named or any(fnmatchcase(key, pattern) for pattern in REPLACED_AS_A_WHOLE):
             yield key
         else:
             for name, below in value.items():
@@ -318,7 +318,7 @@ def _replaced(item: Override) -> list[str]:
 
 def _emptying(section: str, content: Mapping[str, Any], sources: Sources) -> list[str]:
     """Overrides that leave nothing in a section that is a config group, too: those cannot be set to null in Hydra."""
-    keys = [*sources.places, *(name for name, _ in sources.overrides)]
+    keys = [*sources.lines, *(name for name, _ in sources.overrides)]
     names = {name.split(".")[1] for name in keys if name.startswith(f"{section}.")}
     inside = content.get(section)
     names |= set(map(str, inside)) if isinstance(inside, Mapping) else set()

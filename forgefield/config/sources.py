@@ -25,7 +25,7 @@ YAML_SUFFIXES = (".yaml", ".yml")
 
 
 @dataclass(frozen=True)
-class Place:
+class SourceLine:
     file: Path
     line: int
     """Counted from 1."""
@@ -39,7 +39,7 @@ class Sources:
     """Locations of all keys in files and overrides, by dotted key (`data.batch.frames`, `callbacks.0.name`)."""
 
     main: Path | None = None
-    places: dict[str, Place] = field(default_factory=dict)
+    lines: dict[str, SourceLine] = field(default_factory=dict)
     overrides: list[tuple[str, str]] = field(default_factory=list)
     """(dotted key, override as typed), in order."""
     scalars: list[str] = field(default_factory=list)
@@ -64,7 +64,7 @@ class Sources:
 
     def in_files(self, key: str) -> bool:
         """Whether a file contains this key or one below it."""
-        return any(_within(name, key) for name in self.places)
+        return any(_within(name, key) for name in self.lines)
 
     def explicit(self, key: str) -> bool:
         """Whether the user wrote this key or one below it, in a file or as an override."""
@@ -74,12 +74,12 @@ class Sources:
         """The location to name in a message about `key`: the override or line that set it, or the nearest one above."""
         for text in (text for name, text in reversed(self.overrides) if _within(name, key)):
             return f"command line ('{text}')"
-        while key and key not in self.places:
+        while key and key not in self.lines:
             key = key.rpartition(".")[0]
             for text in (text for name, text in reversed(self.overrides) if name == key):
                 return f"command line ('{text}')"
         if key:
-            return str(self.places[key])
+            return str(self.lines[key])
         return str(self.main) if self.main is not None else "config"
 
     def _walk(self, node: yaml.Node, file: Path, prefix: str) -> None:
@@ -98,7 +98,7 @@ class Sources:
                     self._note(f"{prefix}.{key.value}" if prefix else str(key.value), key, value, file)
 
     def _note(self, dotted: str, key: yaml.Node, value: yaml.Node, file: Path) -> None:
-        self.places[dotted] = Place(file, key.start_mark.line + 1)
+        self.lines[dotted] = SourceLine(file, key.start_mark.line + 1)
         self.missing.discard(dotted)
         if isinstance(value, yaml.ScalarNode) and value.value == "???":
             self.missing.add(dotted)

@@ -19,7 +19,7 @@ from ase.calculators.singlepoint import SinglePointCalculator
 from ase.io import write
 
 from forgefield.errors import ForgefieldError
-from forgefield.files import written_whole
+from forgefield.files import written_atomically
 
 TEMPERATURES = (300.0, 600.0, 900.0, 1200.0)
 """K."""
@@ -192,5 +192,5 @@ def _write(file: Path, frames: list[Atoms]) -> None:
         file.parent.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise ForgefieldError(f"The example data could not be written to {file}: {error.strerror}.") from error
-    with written_whole(file) as partial:
+    with written_atomically(file) as partial:
         write(partial, frames, format="extxyz")

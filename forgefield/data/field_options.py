@@ -133,7 +133,7 @@ def _is_texts(value: object) -> bool:
     return _is_list(value) and all(map(_is_name, value)) and 1 < len(value) == len(set(value))  # type: ignore[arg-type,call-overload]
 
 
-def _is_whole(value: object) -> bool:
+def _is_positive_integer(value: object) -> bool:
     return isinstance(value, int) and not isinstance(value, bool) and value > 0
 
 
@@ -144,7 +144,10 @@ def _is_factor(value: object) -> bool:
 _RULES: dict[str, tuple[Callable[[Any], bool], str]] = {
     "key": (lambda value: value is None or _is_name(value), "the name of the value in the source"),
     "per": (lambda value: value in PER, "frame or atom"),
-    "shape": (lambda value: _is_list(value) and all(map(_is_whole, value)), "a list of sizes, such as [] or [3]"),
+    "shape": (
+        lambda value: _is_list(value) and all(map(_is_positive_integer, value)),
+        "a list of sizes, such as [] or [3]",
+    ),
     "species": (
         lambda value: value is None or (_is_list(value) and len(value) > 0 and all(map(_is_name, value))),
         "a list of chemical symbols",

@@ -8,6 +8,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 import lightning
+import torch
 
 from forgefield.data.batch import BatchSpec, Noise
 from forgefield.data.dataset import GraphDataset
@@ -18,6 +19,7 @@ from forgefield.data.sampling.batching import batch_threads, evaluation_budget, 
 from forgefield.data.sampling.by_source import SourceBatches
 from forgefield.data.sampling.loader import FrameLoader
 from forgefield.data.sampling.order import WeightedDraws
+from forgefield.data.sampling.resident import ResidentFrames, resident_frames
 from forgefield.data.species import SpeciesTable
 from forgefield.data.splits import ON_DEVICE, Splits, graph_options, resolve_splits
 from forgefield.data.statistics import Statistics, compute_statistics
@@ -187,11 +189,23 @@ class DataModule(lightning.LightningDataModule):
         tests = {name: served[name] for name in data.tests}
         self.data = replace(data, train=served["train"], val=served.get("val"), tests=tests)
         self.spec = spec
+        self._kept: dict[str, ResidentFrames | str] = {}
+
+    def keep_on(self, device: torch.device) -> None:
+        """Keep frames for training and validation on the device of the model, if `data.keep` and its memory allow it."""
+        for name, dataset in (("train", self.data.train), ("val", self.data.val)):
+            if dataset is not None:
+                noisy = self.spec.noise is not None
+                self._kept[name] = resident_frames(dataset, device, self.data.options.keep, noisy=noisy)
+
+    def _resident(self, name: str) -> ResidentFrames | None:
+        kept = self._kept.get(name)
+        return kept if isinstance(kept, ResidentFrames) else None
 
     def train_dataloader(self) -> FrameLoader:
         options, train = self.data.options, self.data.train
         order = training_order(options, train.frames, self.data.seed, keep_order=self.spec.keep_order)
-        return FrameLoader(
+        loader = FrameLoader(
             train,
             training_budget(options),
             order=order,
@@ -203,10 +217,15 @@ class DataModule(lightning.LightningDataModule):
             keys=self.data.seed if self.spec.frame_keys else None,
             noise=self.spec.noise,
         )
+        loader.resident = self._resident("train")
+        return loader
 
     def val_dataloader(self) -> FrameLoader | list[FrameLoader]:
         noise = self.spec.noise
-        return self._evaluation_loader(self.data.val, None if noise is None else replace(noise, fixed=True))
+        loader = self._evaluation_loader(self.data.val, None if noise is None else replace(noise, fixed=True))
+        if isinstance(loader, FrameLoader):
+            loader.resident = self._resident("val")
+        return loader
 
     def test_dataloader(self) -> FrameLoader | list[FrameLoader]:
         return self._evaluation_loader(self.data.test)
@@ -290,10 +309,20 @@ class DataModule(lightning.LightningDataModule):
             )
         if loader.alone:
             rows.append(("alone", f"{loader.alone} frames exceed data.batch and are batches of their own"))
-        if loader.workers:
+        if (kept := self._describe_kept()) is not None:
+            rows.append(("batches", kept))
+        elif loader.workers:
             threads = "a thread" if loader.workers == 1 else f"{loader.workers} threads"
             rows.append(("prepared ahead", f"by {threads}, up to {loader.prefetch} batches"))
         return rows
+
+    def _describe_kept(self) -> str | None:
+        """Where batches are made; None for the usual way, by threads."""
+        kept = self._kept.get("train")
+        if isinstance(kept, ResidentFrames):
+            size = kept.n_bytes + (0 if (val := self._resident("val")) is None else val.n_bytes)
+            return f"made on the device, where all frames are kept ({size / 2**20:.3g} MB)"
+        return kept if kept is not None and "because" in kept else None
 
     def _describe_store(self) -> str:
         """Whether data is on disk, and where neighbour lists come from; empty for the default, data in memory."""

@@ -34,7 +34,7 @@ from forgefield.data.readers import SourceFile, frames_with_values, source_files
 from forgefield.data.reading import label_settings
 from forgefield.data.species import SpeciesTable
 from forgefield.errors import ForgefieldError
-from forgefield.files import written_whole
+from forgefield.files import written_atomically
 from forgefield.inference.ensemble import Ensemble, write_model_devi
 from forgefield.inference.evaluate import evaluate_batch, evaluating, per_atom_outputs
 from forgefield.inference.xyz_files import constraints_of, write_extxyz
@@ -85,7 +85,7 @@ def predict_file(
         predicted += images
     if labels_required:
         reader.finish(str(source))
-    with written_whole(out) as partial:
+    with written_atomically(out) as partial:
         write(partial, predicted)
     if model_devi is not None:
         write_model_devi(model_devi, [atoms.info for atoms in predicted])

@@ -17,7 +17,7 @@ from matplotlib.figure import Figure
 from forgefield.data.inspection.survey import Histogram, Survey, histograms, survey_table
 from forgefield.data.store.table import FrameTable
 from forgefield.errors import ForgefieldError
-from forgefield.files import written_whole
+from forgefield.files import written_atomically
 from forgefield.report.analysis import GroupError, Pairs
 from forgefield.report.canvas import COLOURS, DENSITY, house_style, linear_ticks, log_ticks, new_figure, plain
 from forgefield.report.markup import count, shorten, significant, with_unit
@@ -277,7 +277,7 @@ def histogram_figure(table: FrameTable, path: Path, *, cutoff: float = 5.0, surv
     path = Path(path)
     check_figure_name(path)
     figure = draw_histograms(histograms(table, survey or survey_table(table, cutoff)))
-    with written_whole(path) as partial, house_style():
+    with written_atomically(path) as partial, house_style():
         figure.savefig(partial, dpi=200, metadata={"Date": None} if path.suffix.lower() == ".svg" else None)
     return path
 

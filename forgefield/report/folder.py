@@ -78,12 +78,12 @@ class RunData:
 
     def test_errors(self, name: str) -> dict[str, float]:
         """Errors of one test by name, without the split (`forces_mae`)."""
-        return _errors_of(self.tests.get(name, {}))
+        return errors_of(self.tests.get(name, {}))
 
     @property
     def monitor(self) -> str:
         training = self.config.get("training")
-        monitor = training.get("monitor") if isinstance(training, dict) else None
+        monitor = self.info.get("monitor") or (training.get("monitor") if isinstance(training, dict) else None)
         return monitor if isinstance(monitor, str) else "val/loss"
 
     @property
@@ -300,7 +300,7 @@ def _read_metrics(run: RunData) -> list[Row]:
         except (ValueError, RecursionError):
             value = None
         if isinstance(value, dict):
-            rows.append(_numbers(value))
+            rows.append(numbers_of(value))
         else:
             damaged.append(number)
     _note_rows(run, "metrics.jsonl", rows, damaged, remedy)
@@ -324,7 +324,7 @@ def _read_csv(run: RunData, name: str, remedy: str) -> list[Row]:
         if not cells:
             continue
         if len(cells) == len(header) and number != unfinished:
-            rows.append(_numbers(dict(zip(header, cells))))
+            rows.append(numbers_of(dict(zip(header, cells))))
         else:
             damaged.append(number)
     _note_rows(run, name, rows, damaged, remedy)
@@ -341,7 +341,7 @@ def _note_rows(run: RunData, name: str, rows: list[Row], damaged: list[int], rem
         run.notes.append(Note(name, "has no rows yet", remedy))
 
 
-def _numbers(row: dict[str, Any]) -> Row:
+def numbers_of(row: dict[str, Any]) -> Row:
     """The entries of a row that are finite numbers."""
     result: Row = {}
     for key, value in row.items():
@@ -353,6 +353,8 @@ def _numbers(row: dict[str, Any]) -> Row:
 
 def as_number(value: object) -> float | None:
     """The value as a float; None where it is not a finite number."""
+    if type(value) is float:  # almost all
+        return value if math.isfinite(value) else None
     if value is None or isinstance(value, bool):
         return None
     try:
@@ -362,12 +364,12 @@ def as_number(value: object) -> float | None:
     return number if math.isfinite(number) else None
 
 
-def _errors_of(stored: dict[str, Any]) -> dict[str, float]:
+def errors_of(stored: dict[str, Any]) -> dict[str, float]:
     """Test errors by name (`forces_mae`), whether they were stored with the prefix `test/` or one level down."""
-    numbers = _numbers(stored)
+    numbers = numbers_of(stored)
     for value in stored.values():
         if isinstance(value, dict):
-            numbers = {**_numbers(value), **numbers}
+            numbers = {**numbers_of(value), **numbers}
     errors = {key.removeprefix("test/"): value for key, value in numbers.items()}
     endings = ("_mae", "_rmse", "_accuracy", "_f1", "_auroc", "_cross_entropy", *(f"_{name}" for name in CALIBRATION))
     return {key: value for key, value in errors.items() if any(kind in key for kind in endings)}

@@ -116,12 +116,12 @@ class PackagedRun(Run):
         note = self.note.get("uncertainty")
         if not isinstance(note, dict):
             return None
-        found = {
+        state = {
             name.removeprefix(UNCERTAINTY_TENSORS): tensor
             for name, tensor in self._weights.state.items()
             if name.startswith(UNCERTAINTY_TENSORS)
         }
-        return Weights(found, {"uncertainty": note}, digest(found))
+        return Weights(state, {"uncertainty": note}, digest(state))
 
     def writable(self, out: str | os.PathLike[str] = "runs") -> Run:
         """A run folder with the content of the package, in the folder `out`; an earlier one with equal weights is reused."""

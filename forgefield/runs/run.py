@@ -59,8 +59,8 @@ class Run:
         except ForgefieldError:
             return f"Run({str(self.path)!r})"
         facts = {"status": info.get("status"), "epochs": info.get("epochs"), "parameters": info.get("parameters")}
-        given = "".join(f", {name}={value}" for name, value in facts.items() if value is not None)
-        return f"Run({str(self.path)!r}{given})"
+        shown = "".join(f", {name}={value}" for name, value in facts.items() if value is not None)
+        return f"Run({str(self.path)!r}{shown})"
 
     def _repr_html_(self) -> str:
         return str(RUN_HTML.load()(self.path))

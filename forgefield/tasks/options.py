@@ -306,7 +306,7 @@ def _check_equivariant(options: FieldTargetOptions, key: str, sources: Sources) 
     mean = normalise.get("mean") if isinstance(normalise, Mapping) else 0
     if (options.kind == "vector" and mean != 0) or isinstance(mean, Sequence):
         allowed = (
-            "0: the mean of an equivariant vector is zero"
+            "0, the mean of an equivariant vector"
             if options.kind == "vector"
             else "one number (times the unit matrix), or one for each species: {H: ...}"
         )

@@ -149,7 +149,12 @@ def fit(
     session = TrainingSession(ranks, journal, stop, lr_factor, trust_code)
     fresh = fresh and is_first_start(journal, ranks)
     quick = bool(options.get("fast_dev_run"))
-    with session.stop, run_folder(config, fresh=fresh, quick=quick, journal=journal, ranks=ranks) as run:
+    with (
+        session.stop,
+        run_folder(
+            config, fresh=fresh, quick=quick, journal=journal, ranks=ranks, hears_signals=session.stop.hears_signals
+        ) as run,
+    ):
         journal.keep_in(run.path)
         try:
             return _fit_in(run, config, options, callbacks, session)
@@ -252,6 +257,7 @@ def _run_lightning(
         writer,
         ranks=ranks,
         enabled=not plan.quick,
+        notify=journal.notify if ranks.is_rank_zero else lambda text: None,
         limits=_limits(config),
         is_done=is_done,
     )
@@ -277,7 +283,16 @@ def _run_lightning(
     if restart is not None:
         first.first_batch = _start_loader(loader, restart, plan, session)
     summarise(journal, problem, trainer, monitor)
-    _write_status(run, ranks, status="running", measured=None, hardware=hardware(device, ranks.world_size))
+    _write_status(
+        run,
+        ranks,
+        status="running",
+        measured=None,
+        hardware=hardware(device, ranks.world_size),
+        monitor=monitor,
+        max_epochs=trainer.max_epochs,
+        max_steps=trainer.max_steps,
+    )
     try:
         with lightning_errors("trainer or training"):
             trainer.fit(

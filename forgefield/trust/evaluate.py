@@ -25,21 +25,24 @@ from forgefield.config.checking import typed_section
 from forgefield.config.components import import_class
 from forgefield.config.nearest import did_you_mean
 from forgefield.config.trust import CONFIG
+from forgefield.data.options import DataOptions
 from forgefield.errors import ForgefieldError
 from forgefield.files import write_atomically
 from forgefield.report.evaluation_page import write_evaluation_page
 from forgefield.runs import Run, run_exists
 from forgefield.trust.dynamics import forget_structures
-from forgefield.trust.structures import digest, read_structures, require_species
-from forgefield.trust.suites import crystal, molecule, motion, pairs
+from forgefield.trust.structures import digest, read_labelled, read_structures, require_species
+from forgefield.trust.suites import crystal, labelled, molecule, motion, pairs
 from forgefield.trust.suites.measurement import Evaluation, EvaluationOptions, Measurement, NotApplicable, Setting
 from forgefield.trust.verbs import Arguments, model_identity, open_calculator
 
+_LABELS = Evaluation("labels", "Labelled frames", labelled.errors_on_frames, per_structure=False)
 _DIMERS = Evaluation("dimers", "Dimers", pairs.dimers, per_structure=False)
 _NVE = Evaluation("nve", "Energy conservation", motion.energy_conservation)
 _NVT = Evaluation("nvt", "Stability", motion.stability)
 SUITES: dict[str, tuple[Evaluation, ...]] = {
     "crystal": (
+        _LABELS,
         _DIMERS,
         Evaluation("eos", "Equation of state", crystal.equation_of_state),
         Evaluation("elastic", "Elastic constants", crystal.elastic_constants),
@@ -51,6 +54,7 @@ SUITES: dict[str, tuple[Evaluation, ...]] = {
         _NVT,
     ),
     "molecule": (
+        _LABELS,
         _DIMERS,
         Evaluation("relaxation", "Relaxation of a shaken molecule", molecule.shaken_molecule),
         Evaluation("vibrations", "Vibrations", molecule.vibrations),
@@ -59,6 +63,7 @@ SUITES: dict[str, tuple[Evaluation, ...]] = {
         _NVT,
     ),
     "liquid": (
+        _LABELS,
         _DIMERS,
         _NVE,
         Evaluation("liquid", "Liquid in nvt", motion.liquid),
@@ -102,10 +107,16 @@ class EvaluationReport:
 
 
 class Reference:
-    """What results are compared with: a calculator, or numbers that are known."""
+    """What results are compared with: a calculator, labelled frames, or numbers that are known.
 
-    def __init__(self, source: str | None, *, device: str = "cpu", trust_code: bool = False) -> None:
+    options: labels and units of frames.
+    """
+
+    def __init__(
+        self, source: str | None, options: DataOptions, *, device: str = "cpu", trust_code: bool = False
+    ) -> None:
         self.source, self.calculator, self.numbers = source, None, dict[str, float]()
+        self.frames: list[Atoms] = []
         self.name = source or ""
         if source is None:
             return
@@ -114,13 +125,19 @@ class Reference:
         elif run_exists(source):
             run = Run.open(source, trust_code=trust_code)
             self.calculator, self.name = open_calculator(run, device=device), f"run {run.name}"
+        elif Path(source).exists() or any(sign in source for sign in "/*?"):
+            self.frames = read_labelled(source, options)
+            if not any(atoms.calc is not None for atoms in self.frames):
+                raise ForgefieldError(f"--reference {source}: none of {len(self.frames)} frames has labels.")
         else:
             make = import_class(source, BaseCalculator, where="--reference", trust=CONFIG, factories=True)
             self.calculator = make()
 
     def measure(self, evaluation: Evaluation, setting: Setting) -> Measurement | None:
-        """The same evaluation with the reference calculator; None without one."""
-        if self.calculator is None:
+        """The same evaluation with the reference calculator, or from labelled frames; None if there is nothing to compare."""
+        if self.frames:
+            return labelled.measured_on_frames(evaluation.name, setting)
+        if self.calculator is None or evaluation is _LABELS:
             return None
         forget_structures(self.calculator)
         stem = f"{setting.stem}-reference"
@@ -153,7 +170,9 @@ def run_evaluation(
     evaluations = _chosen(suite, only)
     _require_kind(suite, starts)
     require_species(calculator, starts, named)
-    compared = Reference(reference, device=device, trust_code=run.trust_code)
+    compared = Reference(reference, run.data_options(), device=device, trust_code=run.trust_code)
+    if not compared.frames and _LABELS.name not in only:
+        evaluations = [evaluation for evaluation in evaluations if evaluation is not _LABELS]
     folder = (Path(out) if out is not None else run.writable().path / "evaluation") / suite
     folder.mkdir(parents=True, exist_ok=True)
     notify(f"{suite}: {', '.join(names := _labels(starts))} ({named}); results in {folder}")
@@ -173,6 +192,7 @@ def run_evaluation(
                 cutoff=float(run.info["cutoff"]),
                 identity=identity,
                 notify=lambda text: notify(f"    {text}"),
+                labelled=compared.frames,
             )
             description = _description(setting, compared)
             stored = _stored_result(setting.folder / f"{setting.stem}.json", description)
@@ -200,6 +220,7 @@ def _description(setting: Setting, reference: Reference) -> str:
             dataclasses.asdict(setting.options),
             reference.source,
             reference.numbers,
+            *([digest(reference.frames)] if reference.frames else []),
         ]
     )
     return hashlib.sha256(described.encode()).hexdigest()[:16]
@@ -262,9 +283,10 @@ def _paired(key: str, model: Measurement, reference: Measurement | None, numbers
         other = reference.values.get(name, (None, unit))[0] if reference else numbers.numbers.get(f"{key}.{name}")
         values.append({"name": name, "unit": unit, "model": value, "reference": other})
     panels = []
-    for index, panel in enumerate(model.panels):
+    for panel in model.panels:
         described = dataclasses.asdict(panel)
-        matching = reference.panels[index] if reference and index < len(reference.panels) else None
+        titles = [other.title for other in reference.panels] if reference else []
+        matching = reference.panels[titles.index(panel.title)] if reference and panel.title in titles else None
         described["reference"] = [dataclasses.asdict(each) for each in matching.curves] if matching else []
         panels.append(described)
     notes = list(model.notes) + [f"Reference: {note}" for note in (reference.notes if reference else [])]

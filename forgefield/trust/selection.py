@@ -18,8 +18,6 @@ from pathlib import Path
 import numpy as np
 import torch
 from ase import Atoms
-from ase.calculators.singlepoint import SinglePointCalculator
-from ase.stress import full_3x3_to_voigt_6_stress
 
 from forgefield.data.batch import Batch, batch_from_frames, to_device
 from forgefield.data.dataset import GraphDataset
@@ -31,7 +29,7 @@ from forgefield.data.readers import frames_with_values, source_files
 from forgefield.data.reading import label_settings, unit_settings
 from forgefield.data.species import SpeciesTable
 from forgefield.errors import ForgefieldError
-from forgefield.files import written_whole
+from forgefield.files import written_atomically
 from forgefield.inference.ase import frame_of_atoms
 from forgefield.inference.evaluate import evaluate_batch, evaluating
 from forgefield.inference.uncertainty import ENERGIES, LastLayerUncertainty, has_uncertainty, load_uncertainty
@@ -42,6 +40,7 @@ from forgefield.report.figures import check_figure_name
 from forgefield.runs import Run
 from forgefield.trust.choosing import METHODS, most_uncertain, typical_distance
 from forgefield.trust.selection_figure import draw_selection
+from forgefield.trust.structures import labelled_atoms
 from forgefield.trust.uncertainty import fit_uncertainty, training_data
 
 BY = ("uncertainty", "distance", "both")
@@ -130,7 +129,7 @@ def select_frames(
         )
     frames = _structures(pool, options, indices, described.scores)
     if out is not None:
-        with written_whole(Path(out)) as partial:
+        with written_atomically(Path(out)) as partial:
             write_extxyz(partial, frames)
     drawn = None if figure is None else draw_selection(Path(figure), described.points, trained.points, indices)
     return Selection(indices, frames, described.scores[indices], len(described), limit, drawn)
@@ -260,7 +259,7 @@ def _structures(pool: Pool, options: DataOptions, indices: Sequence[int], scores
                 break
             if index in missing:
                 missing.remove(index)
-                found[index] = _atoms(frame, raw)
+                found[index] = labelled_atoms(frame, raw)
     for index, atoms in found.items():
         atoms.info[SCORE] = float(scores[index])
     return [found[index] for index in indices]
@@ -270,22 +269,3 @@ def _copy(atoms: Atoms) -> Atoms:
     copied = atoms.copy()
     copied.calc = atoms.calc
     return copied
-
-
-def _atoms(frame: Frame, raw: RawFrame | None) -> Atoms:
-    """A structure with the labels of its frame, in eV and A, and the other values of its file."""
-    atoms = Atoms(frame.numbers, positions=frame.positions, cell=frame.cell, pbc=frame.pbc)
-    labels = {"energy": frame.energy, "forces": frame.forces, "stress": frame.stress}
-    results = {name: value for name, value in labels.items() if value is not None}
-    if raw is not None:
-        taken = {"energy", "forces", "stress", "virial", "numbers", "positions"}
-        atoms.info.update({name: value for name, value in raw.info.items() if name not in taken})
-        for name, value in raw.arrays.items():
-            if name not in taken:
-                atoms.arrays[name] = np.array(value)
-        atoms.set_constraint(list(raw.constraints))
-    if "stress" in results:
-        results["stress"] = full_3x3_to_voigt_6_stress(results["stress"])
-    if results:
-        atoms.calc = SinglePointCalculator(atoms, **results)
-    return atoms

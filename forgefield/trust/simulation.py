@@ -21,7 +21,7 @@ import numpy as np
 from ase import Atoms
 
 from forgefield.errors import ForgefieldError
-from forgefield.files import written_whole
+from forgefield.files import written_atomically
 from forgefield.trust.dynamics import Dynamics, forget_structures
 from forgefield.trust.options import DynamicsOptions
 from forgefield.trust.structures import FrameFile, digest, frame_file, snapshot
@@ -339,6 +339,6 @@ class _Files:
     def _save(self, state: dict[str, np.ndarray]) -> None:
         record = {"description": self.description, "finished": self.finished, "index": self.index}
         state |= {"record": np.array(json.dumps(record)), "size": np.array(self.frames.size())}
-        with written_whole(self.path) as partial:
+        with written_atomically(self.path) as partial:
             np.savez(partial, **state)  # type: ignore[arg-type]
         self._state = state

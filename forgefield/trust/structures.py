@@ -13,11 +13,13 @@ import numpy as np
 from ase import Atoms
 from ase.calculators.singlepoint import SinglePointCalculator
 from ase.io.trajectory import Trajectory
+from ase.stress import full_3x3_to_voigt_6_stress
 
+from forgefield.data.frame import Frame, RawFrame
 from forgefield.data.labels.label_reader import PREDICTED_BY, LabelReader
-from forgefield.data.options import UnitOptions
+from forgefield.data.options import DataOptions, UnitOptions
 from forgefield.data.readers import frames_with_values, source_files
-from forgefield.data.reading import label_settings
+from forgefield.data.reading import label_settings, unit_settings
 from forgefield.errors import ForgefieldError
 from forgefield.inference.xyz_files import append_extxyz, constraints_of
 
@@ -50,6 +52,17 @@ def read_structures(source: Any, limit: int | None = None) -> list[Atoms]:
     return structures
 
 
+def read_labelled(source: Any, options: DataOptions) -> list[Atoms]:
+    """All structures of a source with their labels, in eV and A, as results of a calculator. options: labels and units."""
+    units = unit_settings(options.units)
+    reader = LabelReader(label_settings(options.labels), units)
+    return [
+        labelled_atoms(frame, raw)
+        for file in source_files(source)
+        for frame, raw in frames_with_values(file, reader, units)
+    ]
+
+
 def _add_motion(atoms: Atoms, raw: Any) -> None:
     """Momenta, constraints and texts of a frame as its file has them."""
     arrays = dict(raw.arrays)
@@ -67,6 +80,25 @@ def _without_labels(atoms: Atoms) -> Atoms:
         copied.set_momenta(atoms.get_momenta(), apply_constraint=False)
     copied.info = {key: value for key, value in atoms.info.items() if isinstance(value, str)}
     return copied
+
+
+def labelled_atoms(frame: Frame, raw: RawFrame | None) -> Atoms:
+    """A structure with the labels of its frame, in eV and A, and the other values of its file."""
+    atoms = Atoms(frame.numbers, positions=frame.positions, cell=frame.cell, pbc=frame.pbc)
+    labels = {"energy": frame.energy, "forces": frame.forces, "stress": frame.stress}
+    results = {name: value for name, value in labels.items() if value is not None}
+    if raw is not None:
+        taken = {"energy", "forces", "stress", "virial", "numbers", "positions"}
+        atoms.info.update({name: value for name, value in raw.info.items() if name not in taken})
+        for name, value in raw.arrays.items():
+            if name not in taken:
+                atoms.arrays[name] = np.array(value)
+        atoms.set_constraint(list(raw.constraints))
+    if "stress" in results:
+        results["stress"] = full_3x3_to_voigt_6_stress(results["stress"])
+    if results:
+        atoms.calc = SinglePointCalculator(atoms, **results)
+    return atoms
 
 
 def require_species(calculator: Any, structures: Sequence[Atoms], source: object) -> None:

@@ -29,7 +29,7 @@ from forgefield.config.template import commented_yaml
 from forgefield.errors import ForgefieldError
 from forgefield.files import write_atomically
 from forgefield.parallel.ranks import single_process
-from forgefield.processes import die_with_parent
+from forgefield.processes import die_with_parent, this_process
 from forgefield.runs import Run
 from forgefield.settings import Config
 from forgefield.training.fit import fit
@@ -47,7 +47,6 @@ from forgefield.tuning.study import (
     queue_dead_trials,
     require_optuna,
     sampler_of,
-    this_worker,
 )
 
 if TYPE_CHECKING:
@@ -242,7 +241,7 @@ class _Worker:
         values = {dimension.key: dimension.suggest(trial) for dimension in self.search.space}
         folder = trial.user_attrs.get("folder") or f"{trial.number:04d}"
         trial.set_user_attr("folder", folder)
-        trial.set_user_attr("worker", this_worker())
+        trial.set_user_attr("worker", this_process())
         best = [self._repeat(trial, values, folder, repeat) for repeat in range(self.search.options.repeats)]
         return sum(best) / len(best)
 

@@ -17,13 +17,14 @@ import zlib
 from collections.abc import Sequence
 from pathlib import Path
 from types import ModuleType
-from typing import TYPE_CHECKING, Any, TypedDict
+from typing import TYPE_CHECKING, Any
 
 import lightning as L
 import numpy as np
 from lightning.pytorch.callbacks import Callback
 
 from forgefield.errors import ForgefieldError
+from forgefield.processes import is_alive, machine
 from forgefield.training.callbacks.monitor import epoch_is_complete
 from forgefield.tuning.options import Dimension, TuneOptions, storable
 
@@ -35,14 +36,6 @@ if TYPE_CHECKING:
 
 HEARTBEAT = 60
 """Seconds between heartbeats of a trial; after three missing ones it counts as lost."""
-
-
-class WorkerIdentity(TypedDict):
-    """The process that trains a trial. born: its start time, since process ids are reused."""
-
-    host: str
-    pid: int
-    born: str | None
 
 
 def require_optuna() -> ModuleType:
@@ -176,24 +169,12 @@ class ReportTrial(Callback):
 # ---- abandoned trials
 
 
-def this_worker() -> WorkerIdentity:
-    return {"host": _machine(), "pid": os.getpid(), "born": _start_time(os.getpid())}
-
-
-def _machine() -> str:
-    """The scope of process ids: the machine, or the container on it."""
-    try:
-        return f"{socket.gethostname()} {os.readlink('/proc/self/ns/pid')}"
-    except OSError:
-        return socket.gethostname()
-
-
 def queue_dead_trials(study: Study) -> list[int]:
     """Mark trials whose process on this machine is dead as failed and queue them again. Returns their numbers."""
     optuna, dead = require_optuna(), []
     for trial in study.get_trials(deepcopy=False, states=(optuna.trial.TrialState.RUNNING,)):
         worker = trial.user_attrs.get("worker")
-        if worker is None or worker["host"] != _machine() or _alive(worker):
+        if worker is None or worker["host"] != machine() or is_alive(worker):
             continue
         try:
             study.tell(trial.number, state=optuna.trial.TrialState.FAIL)
@@ -207,31 +188,10 @@ def queue_dead_trials(study: Study) -> list[int]:
 def has_foreign_trials(running: Sequence[FrozenTrial]) -> bool:
     """Whether any of these trials is trained on another machine, whose processes are not visible from here."""
     workers = [trial.user_attrs.get("worker") for trial in running]
-    return any(worker is not None and worker["host"] != _machine() for worker in workers)
+    return any(worker is not None and worker["host"] != machine() for worker in workers)
 
 
 def queue_again(study: Study, trial: FrozenTrial) -> None:
     """Queue a new trial with the same values that resumes the training in the same folder."""
     folder = trial.user_attrs.get("folder")
     study.enqueue_trial(dict(trial.params), user_attrs={"folder": folder} if folder is not None else None)
-
-
-def _alive(worker: WorkerIdentity) -> bool:
-    try:
-        os.kill(worker["pid"], 0)
-    except ProcessLookupError:
-        return False
-    except PermissionError:
-        return True
-    started = _start_time(worker["pid"])
-    return started is None or worker["born"] is None or started == worker["born"]
-
-
-def _start_time(pid: int) -> str | None:
-    """Start time of a process; None where it is not available."""
-    try:
-        text = Path(f"/proc/{pid}/stat").read_text()
-    except OSError:
-        return None
-    words = text.rpartition(")")[2].split()
-    return None if words[0] == "Z" else words[19]

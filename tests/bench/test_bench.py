@@ -114,7 +114,7 @@ def test_parts_make_up_the_step(measured: SimpleNamespace) -> None:
     assert 0 <= two["waiting_ms"] < two["mean_ms"]["communication"]
 
 
-def test_what_is_sent_and_where_is_told(measured: SimpleNamespace) -> None:
+def test_transfers_and_devices_are_reported(measured: SimpleNamespace) -> None:
     for row in measured.rows:
         assert row["message_bytes"] == 4 * row["parameters"]
         assert row["threads"] == 1
@@ -162,7 +162,7 @@ def test_ranks_cannot_be_chosen_where_a_launcher_has(tmp_path: Path) -> None:
         measure_group(load_config(tiny_config(tmp_path)), started, BenchOptions(ranks=[1, 2]))
 
 
-def test_error_of_a_measurement_is_said_once(
+def test_error_of_a_measurement_is_reported_once(
     tmp_path: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
@@ -196,7 +196,7 @@ def test_error_of_a_measurement_is_said_once(
         (["--peers", "--peer-names", "nequipp"], "did you mean 'nequip'"),
     ],
 )
-def test_wrong_arguments_are_one_sentence(
+def test_wrong_arguments_are_one_clear_error(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], words: list[str], sentence: str
 ) -> None:
     config = write_config(tmp_path / "mine.yaml", tiny_config(tmp_path))

@@ -89,7 +89,7 @@ def test_an_engine_that_cannot_run_is_a_row_with_the_reason(measured: SimpleName
     assert "graphs, float32: training.engine=graphs: CUDA graphs need an NVIDIA GPU" in measured.out
 
 
-def test_only_what_was_asked_for_is_measured_and_nothing_is_left(measured: SimpleNamespace) -> None:
+def test_only_what_was_requested_is_measured_and_nothing_is_left(measured: SimpleNamespace) -> None:
     assert measured.content["measurements"] == []
     assert measured.left == ["out.json", "out.png", "scratch"]
     assert measured.scratch == []
@@ -260,7 +260,7 @@ def test_a_peer_that_is_not_installed_is_a_line(tmp_path: Path) -> None:
     assert children.run_peer({"name": "mace"}, [sys.executable]) == {"refusal": "mace-torch is not installed"}
 
 
-def test_batches_of_a_peer_are_prepared_together_and_timed_when_asked_for(
+def test_batches_of_a_peer_are_prepared_together_and_timed_on_request(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """With a model of one weight in the place of another program's; the second batch is one that it cannot predict."""

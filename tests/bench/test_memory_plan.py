@@ -99,7 +99,7 @@ def test_the_configured_batch_is_the_largest_of_the_loader(tmp_path: Path, batch
     assert len(found) == sum(loader.batches_in(epoch) for epoch in range(4))
 
 
-def test_one_frame_that_does_not_fit_is_said(tmp_path: Path) -> None:
+def test_one_frame_that_does_not_fit_is_reported(tmp_path: Path) -> None:
     step = bare_step(load_config(tiny_config(tmp_path)))
 
     class Full(Engine):

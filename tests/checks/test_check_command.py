@@ -63,7 +63,7 @@ def test_config_is_checked_with_a_fresh_model(tmp_path, capsys):
     assert "too coarse" not in printed
 
 
-def test_own_model_that_breaks_a_law_gives_exit_code_1(tmp_path, capsys):
+def test_user_model_that_breaks_a_law_gives_exit_code_1(tmp_path, capsys):
     model = {"name": "tests.support.toy_models.HardCutoff"}
     config = tiny_config(tmp_path, data={"cutoff": 4.0})
     (tmp_path / "own.yaml").write_text(yaml.safe_dump({**config, "model": model}))

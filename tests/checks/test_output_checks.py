@@ -169,7 +169,7 @@ def test_the_output_that_breaks_a_law_is_named():
     assert found.note.endswith("(failed: gap)")
 
 
-def test_outputs_that_turn_are_expected_to():
+def test_equivariant_outputs_are_checked_for_equivariance():
     """Vectors of atoms that stay where they are, or the other way round, do not go through."""
 
     class Vectors(Predictor):
@@ -191,7 +191,7 @@ def test_outputs_that_turn_are_expected_to():
     assert failed == {"rotation", "reflection"}
 
 
-def test_heads_beside_an_energy_are_checked_too():
+def test_heads_next_to_an_energy_are_checked_too():
     given = {"name": "painn", "num_layers": 1, "num_features": 4, "energy_shifts": 0.0, "avg_num_neighbours": 9.0}
     facts = {"gap": {"reduce": "mean", "scale": 0.5}}
     resolved = resolve_model(given, species=SPECIES.symbols, cutoff=4.0, heads=facts)

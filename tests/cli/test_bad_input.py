@@ -142,7 +142,7 @@ def test_a_run_that_failed_leaves_the_earlier_run_as_it_was(work, capsys):
     assert {p.relative_to(work): p.read_bytes() for p in (work / "runs/tiny/checkpoints").iterdir()} == before
 
 
-def test_a_label_that_was_typed_and_is_nowhere_is_an_error_also_where_labels_are_not_needed(work, capsys):
+def test_a_label_key_that_no_frame_has_is_an_error_also_where_labels_are_not_needed(work, capsys):
     assert main(["train", write_config(work)]) == 0
     for words in (
         ["predict", "runs/tiny", "frames.extxyz", "-o", "out.extxyz", "--force"],

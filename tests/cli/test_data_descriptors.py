@@ -36,7 +36,7 @@ def test_a_snapshot_gets_its_inputs(tmp_path, capsys):
         (["--grid", "2", "2", "2", "--element-weights", "Al"], "Al=1 O=0.5"),
     ],
 )
-def test_what_is_missing_or_does_not_fit_is_said(words, message, tmp_path, capsys):
+def test_missing_or_inconsistent_data_is_reported(words, message, tmp_path, capsys):
     write(tmp_path / "al.xyz", Atoms("Al", cell=[3, 3, 3], pbc=True), format="extxyz")
     assert main(["data", "descriptors", str(tmp_path / "al.xyz"), "-o", str(tmp_path / "o.npy"), *words]) == 2
     assert message in capsys.readouterr().err

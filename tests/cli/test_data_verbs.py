@@ -19,6 +19,7 @@ from forgefield.cli import main
 from forgefield.data.reading import read_table
 from forgefield.data.store.store import HEADER, open_store
 from tests.support.helpers import SHARED_DATA, emt_frames, write_emt
+from tests.support.launching import with_default_interrupts
 
 ROOT = Path(__file__).parents[2]
 FIELDS = ("positions", "numbers", "cell", "pbc", "energy", "forces", "stress", "weight")
@@ -109,7 +110,7 @@ def test_units_and_labels_are_those_of_the_options(work, capsys):
         assert frame.forces is None
 
 
-def test_a_store_holds_the_neighbour_lists_that_were_asked_for(source, capsys):
+def test_a_store_holds_the_neighbour_lists_that_are_requested(source, capsys):
     done(capsys, "convert", "cu.extxyz", "a", "--cutoff", "3", "--adaptive-cutoff", "4.5")
     done(capsys, "convert", "cu.extxyz", "b", "--cutoff", "3", "--max-neighbours", "6")
     a, b = open_store("a").graph, open_store("b").graph
@@ -205,13 +206,8 @@ def conversion(large: Path, target: Path, workers: int) -> subprocess.Popen:
         stderr=pipe,
         text=True,
         start_new_session=True,
-        preexec_fn=heed_ctrl_c,
+        preexec_fn=with_default_interrupts,
     )
-
-
-def heed_ctrl_c() -> None:
-    """A shell starts what runs in the background with Ctrl-C ignored, and children inherit that."""
-    signal.signal(signal.SIGINT, signal.SIG_DFL)
 
 
 def wait_for_a_part(process: subprocess.Popen, target: Path) -> None:
@@ -285,7 +281,7 @@ def test_what_another_conversion_left_is_not_taken_over(large, tmp_path, capsys)
 # ---- info
 
 
-def test_info_of_a_store_says_what_it_is(source, capsys):
+def test_info_describes_a_store(source, capsys):
     done(capsys, "convert", "cu.extxyz", "cu", "--cutoff", "4")
     printed = done(capsys, "info", "cu")
     manifest = json.loads(Path("cu/manifest.json").read_text())
@@ -437,7 +433,7 @@ def test_refusals_of_sample_write_nothing(source, work, capsys):
     assert (work / "cu-5.extxyz").read_text() == "mine"
 
 
-def test_further_fields_are_named_on_the_command_line(work, capsys):
+def test_additional_fields_are_named_on_the_command_line(work, capsys):
     frames = emt_frames(3, seed=1)
     for number, atoms in enumerate(frames):
         atoms.info |= {"band_gap": 0.5 * number, "mu": np.arange(3.0)}

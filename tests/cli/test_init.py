@@ -84,7 +84,7 @@ def test_an_existing_config_is_kept_unless_forced(alloys, capsys):
     assert load_config("alloys.yaml").name == "alloys"
 
 
-def test_output_name_and_settings_of_the_users_own(alloys, folder):
+def test_output_name_and_settings_of_the_user(alloys, folder):
     (folder / "configs").mkdir()
     words = ["init", "alloys.extxyz", "-o", "configs/a.yaml", "--name", "gold", "data.cutoff=4.2", "training.lr=1e-3"]
     assert main(words) == 0
@@ -103,13 +103,13 @@ def test_output_name_and_settings_of_the_users_own(alloys, folder):
         (["alloys.extxyz", "data.cutof=3"], "unknown key 'data.cutof'. Did you mean 'data.cutoff'?"),
     ],
 )
-def test_mistakes_are_told_and_nothing_is_written(alloys, folder, capsys, words, sentence):
+def test_mistakes_are_reported_and_nothing_is_written(alloys, folder, capsys, words, sentence):
     assert main(["init", *words]) == 2
     assert sentence in capsys.readouterr().err
     assert not list(folder.rglob("*.yaml"))
 
 
-def test_data_without_labels_is_told(folder, capsys):
+def test_data_without_labels_is_reported(folder, capsys):
     write("bare.extxyz", [bulk("Cu")], format="extxyz")
     assert main(["init", "bare.extxyz"]) == 2
     assert "no frame has energy, forces or stress" in capsys.readouterr().err

@@ -89,7 +89,7 @@ def test_an_interrupt_is_code_130(failing_verb):
     assert cli.main(["report", "run"]) == 130
 
 
-def test_errors_of_ours_are_not_hidden(failing_verb):
+def test_forgefield_errors_are_not_hidden(failing_verb):
     failing_verb(ZeroDivisionError("a bug"))
     with pytest.raises(ZeroDivisionError):
         cli.main(["report", "run"])
@@ -132,6 +132,7 @@ def test_missing_arguments_are_named_as_in_the_usage(words, missing, capsys):
 
 
 IN_PYTHON = {
+    "runs": ["list_runs"],
     "init": ["propose_config"],
     "data": ["inspect_data", "convert_data", "sample_data"],
     "convert-config": ["convert_input"],

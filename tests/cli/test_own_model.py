@@ -59,7 +59,7 @@ class Announce(lightning.Callback):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("place", [".", "configs"])
-def test_own_parts_are_found_from_training_to_use(tmp_path, monkeypatch, place):
+def test_user_parts_are_found_from_training_to_use(tmp_path, monkeypatch, place):
     monkeypatch.chdir(tmp_path)
     Path("configs").mkdir()
     Path(place, "own_springs.py").write_text(MODEL)

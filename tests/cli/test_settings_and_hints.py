@@ -100,7 +100,7 @@ def test_what_does_not_apply_is_refused_by_name_with_the_right_hint(words, messa
     assert error.count("Did you mean") <= 1
 
 
-def test_a_missing_package_is_one_sentence_with_the_command(frames, tmp_path):
+def test_a_missing_package_is_one_clear_error_with_the_command(frames, tmp_path):
     """In a process of its own, in which the package cannot be imported."""
     config = tmp_path / "my.yaml"
     config.write_text(

@@ -47,7 +47,7 @@ def parsed(*words: str) -> tuple[Path | None, list[str]]:
         (["-cp", "configs", "-cn", "water"], "configs/water.yaml", []),
     ],
 )
-def test_words_are_sorted_into_config_and_overrides(words, config, overrides):
+def test_arguments_are_sorted_into_config_and_overrides(words, config, overrides):
     assert parsed(*words) == (None if config is None else Path(config), overrides)
 
 
@@ -79,7 +79,7 @@ def test_unclear_command_lines_are_refused(words, sentence):
 
 @pytest.mark.parametrize("name", ["a.xyz", "b.extxyz", "c.npz", "d.traj", "system", "store.h5"])
 @pytest.mark.parametrize("verb", ["train", "bench", "tune"])
-def test_data_in_the_place_of_a_config_points_to_init(folder, name, verb, capsys):
+def test_data_instead_of_a_config_points_to_init(folder, name, verb, capsys):
     if name == "system":
         (folder / name).mkdir()
         (folder / name / "type.raw").write_text("0\n")

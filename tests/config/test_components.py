@@ -43,7 +43,7 @@ def test_a_file_in_a_given_folder_is_found(here):
     assert import_path("beside_config.loss", folders=[folder]) == 7
 
 
-def test_a_file_beside_the_config_is_found_once_the_config_is_loaded(here):
+def test_a_file_next_to_the_config_is_found_once_the_config_is_loaded(here):
     folder = here / "configs"
     folder.mkdir()
     (folder / "near_config.py").write_text("loss = 7\n")
@@ -76,7 +76,7 @@ def test_a_module_of_the_same_name_in_another_folder_is_not_taken_for_the_one_th
         import_path("same_name.value", folders=["second"])
 
 
-def test_the_folder_of_an_own_module_or_package_is_known(here):
+def test_the_folder_of_a_user_module_or_package_is_known(here):
     (here / "own_single.py").write_text("x = 1\n")
     (here / "own_package").mkdir()
     (here / "own_package" / "__init__.py").write_text("")
@@ -105,7 +105,7 @@ def test_missing_submodule_is_a_missing_attribute():
         import_path("collections.abd.Mapping")
 
 
-def test_errors_inside_the_users_file_are_told(here):
+def test_errors_inside_the_users_file_are_reported(here):
     (here / "needs_more.py").write_text("import not_there_at_all\n")
     (here / "broken_file.py").write_text("def f(:\n")
     with pytest.raises(ForgefieldError, match="needs the missing module 'not_there_at_all'"):
@@ -115,7 +115,7 @@ def test_errors_inside_the_users_file_are_told(here):
 
 
 @pytest.mark.parametrize("bad", ["nequip", "", "a..b", "a/b.C", "my-model.Net"])
-def test_what_is_no_import_path_is_said_to_be_none(bad):
+def test_what_is_not_an_import_path_is_refused(bad):
     with pytest.raises(ForgefieldError, match="is not an import path"):
         import_path(bad)
 

@@ -107,11 +107,11 @@ def test_differences_name_the_key_as_it_is_written(load):
         ("band_gap: 3", "'task.band_gap' must be a section with the keys weight, loss,"),
     ],
 )
-def test_targets_that_cannot_be_are_refused_with_their_place(task, sentence, refused):
+def test_invalid_targets_are_refused_with_their_location(task, sentence, refused):
     assert sentence in refused(f"{DATA}task:\n  {task}")
 
 
-def test_without_declared_fields_a_name_may_be_one_of_a_store_unless_it_looks_like_ours(load, refused):
+def test_without_declared_fields_a_name_may_be_one_of_a_store_unless_it_looks_like_a_target(load, refused):
     config = load("data: {train: a.store}\ntask: {polarisation: {}}")
     assert list(targets_of(config.task)) == ["polarisation"]
     assert "Did you mean 'task.forces'?" in refused("data: {train: a.store}\ntask: {force: {}}")

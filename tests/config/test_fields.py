@@ -62,7 +62,7 @@ def test_a_field_is_a_word_a_mapping_or_nothing_but_its_name(load):
         ("{../gap: {}}", "the name of a field is made of letters, digits and underscores"),
     ],
 )
-def test_what_is_wrong_with_a_field_is_said_with_its_place(refused, fields, sentence):
+def test_an_error_in_a_field_names_its_location(refused, fields, sentence):
     message = refused(f"data: {{train: a.xyz, labels: {{fields: {fields}}}}}")
     assert message.startswith("my.yaml, line 1: ")
     assert sentence in message

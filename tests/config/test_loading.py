@@ -177,7 +177,7 @@ def test_other_suffix_and_odd_file_names_work(folder):
         assert load_config(name).name == Path(name).stem
 
 
-def test_paths_are_absolute_here_first_then_beside_the_config(folder):
+def test_paths_are_absolute_here_first_then_next_to_the_config(folder):
     beside = folder / "configs"
     beside.mkdir()
     for place in (folder / "both.xyz", beside / "both.xyz", beside / "train1.xyz", beside / "split.txt"):
@@ -196,7 +196,7 @@ def test_paths_are_absolute_here_first_then_beside_the_config(folder):
     assert (data.test, data.indices) == (5, "0:10")
 
 
-def test_a_group_of_a_file_beside_the_config(folder):
+def test_a_group_of_a_file_next_to_the_config(folder):
     (folder / "configs").mkdir()
     (folder / "configs" / "water.h5").write_text("1")
     (folder / "configs" / "c.yaml").write_text("data: {train: 'water.h5#/data_0', val: 0}")
@@ -342,7 +342,7 @@ def test_a_task_on_the_command_line_is_the_whole_task(load):
     assert (forces.weight, forces.loss, forces.species_weights) == (5.0, "mae", {"O": 4.0})
 
 
-def test_early_stopping_on_the_command_line_has_its_defaults_where_nothing_is_said(load):
+def test_early_stopping_on_the_command_line_has_its_defaults_where_none_are_given(load):
     text = MINIMAL + "training: {lr: 0.5, early_stopping: {patience: 7, min_delta: 0.1}}\n"
     for override in ("training.early_stopping={patience: 9}", "training={early_stopping: {patience: 9}}"):
         training = load(text, override).training

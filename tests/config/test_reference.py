@@ -104,7 +104,7 @@ def test_help_in_a_terminal_is_made_from_the_same_declarations():
         ({"at_least": 0, "below": float("inf")}, (0, 1e300), (-1, float("inf")), "at least 0"),
     ],
 )
-def test_limits_allow_what_they_say(limits, allowed, refused, text):
+def test_limits_allow_what_they_describe(limits, allowed, refused, text):
     declared = Limits(**limits)
     assert [declared.allows(number) for number in (*allowed, *refused)] == [True] * len(allowed) + [False] * len(
         refused

@@ -46,7 +46,7 @@ def test_an_unused_variable_is_an_unknown_key(refused):
     assert "${efective_batch}" in message
 
 
-def test_a_mapping_is_no_variable(refused):
+def test_a_mapping_is_not_a_variable(refused):
     assert "unknown key 'dat'. Did you mean 'data'?" in refused("dat: {cutoff: 3}\nseed: ${dat.cutoff}\n")
 
 

@@ -26,7 +26,7 @@ def test_anything_but_whole_numbers_is_refused(bad):
         int_mul(2, bad)
 
 
-def test_division_by_zero_is_a_sentence():
+def test_division_by_zero_is_a_clear_error():
     with pytest.raises(ValueError, match="cannot divide 3 by zero"):
         int_div(3, 0)
 

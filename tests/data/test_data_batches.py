@@ -91,7 +91,7 @@ def test_frames_straight_to_a_batch_equal_the_dataset(dataset):
     assert_same(to_device(batch_from_frames(list(dataset.frames), SPECIES, 4.0), "cpu"), dataset.batch(range(5)))
 
 
-def test_neighbour_lists_are_built_once_and_progress_is_told(dataset):
+def test_neighbour_lists_are_built_once_and_progress_is_reported(dataset):
     calls = []
     many = dataset.frames.select(np.arange(200) % 5)
     GraphDataset(many, SPECIES, 4.0, progress=lambda done, total: calls.append((done, total)))

@@ -239,7 +239,7 @@ def test_a_damaged_or_unwritable_cache_costs_nothing_but_time(molecules, monkeyp
     assert compute_statistics(graphs(molecules), DataOptions()) == first
 
 
-def test_isolated_atoms_in_boxes_are_found_whoever_makes_the_lists(make_frame):
+def test_isolated_atoms_in_boxes_are_found_with_every_neighbour_list(make_frame):
     box = {"cell": 20 * np.eye(3), "pbc": True, "forces": None}
     frames = [
         make_frame([1], energy=-13.6, **box),

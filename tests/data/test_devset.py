@@ -27,7 +27,7 @@ COMPOSITIONS = st.lists(st.lists(st.sampled_from([1, 6, 8]), min_size=1, max_siz
 
 @given(compositions=COMPOSITIONS, n=st.integers(1, 45), seed=st.integers(0, 99))
 @settings(max_examples=100, deadline=None)
-def test_as_many_as_asked_and_every_kind_if_there_is_room(compositions, n, seed):
+def test_as_many_as_requested_and_every_kind_if_there_is_room(compositions, n, seed):
     energies = np.random.default_rng(seed).normal(size=len(compositions)).tolist()
     rows = representative_rows(table(compositions, energies), n)
     assert len(rows) == len(set(rows.tolist())) == min(n, len(compositions))

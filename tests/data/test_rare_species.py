@@ -79,7 +79,7 @@ def test_isolated_atoms_in_training_count_as_holders(tmp_path):
         )
 
 
-def test_no_frame_to_spare_is_said(tmp_path):
+def test_no_frame_to_spare_is_reported(tmp_path):
     path = write(tmp_path / "a.xyz", [("C", symbol) for symbol in ("H", "N", "O", "F")])
     with pytest.raises(ForgefieldError, match=r"data\.val: no frame can be set aside, because training needs the only"):
         resolve_splits(DataOptions(train=path, val=1), 0)

@@ -187,6 +187,6 @@ def test_averages_of_the_last_part_are_plain_means(tmp_path, monkeypatch):
         ({"ema": None, "swa": {"start": 1000}}, "ends at step 15"),
     ],
 )
-def test_averages_that_cannot_be_are_refused(training, words, tmp_path):
+def test_invalid_averages_are_refused(training, words, tmp_path):
     with pytest.raises(ForgefieldError, match=words):
         train_only(tiny_config(tmp_path, training=training))

@@ -30,7 +30,7 @@ def test_counters_of_packages_are_read_once_and_may_start_over(tmp_path):
 
 
 @pytest.mark.skipif(importlib.util.find_spec("codecarbon") is not None, reason="CodeCarbon is installed")
-def test_what_is_not_installed_is_said():
+def test_what_is_not_installed_is_reported():
     with pytest.raises(ForgefieldError, match="needs the package codecarbon"):
         EnergyMeter(source="codecarbon", country="DEU")
 

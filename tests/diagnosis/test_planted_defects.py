@@ -45,7 +45,7 @@ def test_the_helper_names_what_is_wrong(defect, tmp_path):
     assert all(finding.advice for finding in stored)
 
 
-def test_a_healthy_training_has_nothing_to_say(tmp_path):
+def test_a_healthy_training_has_no_findings(tmp_path):
     callbacks = (
         TrainingHelper(every=8),
         GradientCheck(),
@@ -109,7 +109,7 @@ def test_a_bad_gradient_stops_before_it_reaches_the_weights(tmp_path):
     assert json.loads((tmp_path / FOLDER / "gradient_check.json").read_text())["bad"] == 1
 
 
-def test_zero_goes_on_with_what_is_finite(tmp_path):
+def test_zero_continues_with_the_finite_values(tmp_path):
     module, check = Net("root"), GradientCheck(policy="zero")
     fit(module, check, folder=tmp_path, data=samples(at_13=1e3))
     assert check.count == 3
@@ -200,7 +200,7 @@ def learning() -> Net:
     return Net(optimiser=torch.optim.SGD, lr=0.05)
 
 
-def test_the_higher_losses_of_an_earlier_state_are_no_spikes(tmp_path):
+def test_the_higher_losses_of_an_earlier_state_are_not_spikes(tmp_path):
     """From step 60 back to step 40, where the loss was many times higher than just before the spike."""
     watch = LossSpike(window=8, rollback=True, snapshot_every=40, factor=1.2, threshold=3.0)
     fit(learning(), Raised(60), watch, folder=tmp_path, data=samples(8), max_steps=100, max_epochs=-1)

@@ -68,7 +68,7 @@ def test_loss_slopes_and_errors(name, external_denominators):
             assert_same(found.slopes[key], torch.where(batch[key].isnan(), 0.0, slope))
 
 
-def test_predictions_that_are_no_numbers_are_seen():
+def test_nan_predictions_are_detected():
     task = Task(TASKS["energy and forces"], SPECIES)
     batch, outputs = labelled_batch([2, 2])
     batch["energy"][1], outputs["energy"][1] = 1.0, torch.nan
@@ -80,7 +80,7 @@ def test_predictions_that_are_no_numbers_are_seen():
 
 
 @pytest.mark.parametrize("targets", [{"energy": {}, "forces": {"loss": "rmse"}}, {"stress": {}, "virial": {}}])
-def test_what_kernels_do_not_know_is_left_to_plain_operations(targets):
+def test_unsupported_losses_are_left_to_reference_operations(targets):
     task = Task(TaskOptions(**{key: TargetOptions(**options) for key, options in targets.items()}), SPECIES)
     batch, _ = labelled_batch([2, 2])
     with execution(kernels=True):

@@ -26,7 +26,7 @@ def relative(ours: torch.Tensor, reference: torch.Tensor) -> float:
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_kernels_give_what_plain_operations_give(case):
+def test_kernels_give_what_reference_operations_give(case):
     potential = make_potential(precision="float64", **CASES[case]).to(DEVICE).eval()
     given = batch()
     plain, plain_gradients = step(potential, given, by_kernels=False)

@@ -26,7 +26,7 @@ def test_steps_equal_those_by_double_backward(name):
     assert difference(ours, plain, on_device(labelled(3, 2, 1))) < 1e-9
 
 
-def test_steps_with_further_outputs_of_the_features():
+def test_steps_with_extra_outputs_of_the_features():
     potential = predictor("nequip", has_energy=True).to(DEVICE)
     ours, plain = (Engine(function(potential, ("energy", "forces"), derivative=form)) for form in ("kernels", "double"))
     assert difference(ours, plain, on_device(with_fields(3, 2))) < 1e-9

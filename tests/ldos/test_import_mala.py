@@ -74,7 +74,7 @@ def test_activations_are_those_of_the_layers(activations, included, modules, exp
     assert (resolved["activation"], resolved["output_activation"]) == expected
 
 
-def test_what_else_a_model_says_is_kept(tmp_path):
+def test_additional_information_of_a_model_is_stored(tmp_path):
     changes = {
         "targets__ldos_gridsize": [4, 4],
         "targets__ldos_gridspacing_ev": [1.0, 2.0],

@@ -103,7 +103,7 @@ def test_stress_is_the_strain_derivative_over_the_volume(potential):
         assert stress[a, b].item() == pytest.approx(derivative, rel=1e-5, abs=1e-7)
 
 
-def test_rotated_and_mirrored_structures_have_the_same_energy_and_turned_forces(potential):
+def test_rotated_and_mirrored_structures_have_the_same_energy_and_rotated_forces(potential):
     frame = make_frame(6, seed=5)
     turn = -o3.angles_to_matrix(*torch.tensor([0.3, 1.1, 2.0], dtype=torch.float64)).numpy()
     turned = moved(frame, positions=frame.positions @ turn.T, cell=frame.cell @ turn.T)

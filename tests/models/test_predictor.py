@@ -136,7 +136,7 @@ def test_the_resolved_options_alone_make_the_model_again():
         ([], r"model\.heads must be a mapping .* not \[\]"),
     ],
 )
-def test_heads_that_cannot_be_are_refused(heads, sentence):
+def test_invalid_heads_are_refused(heads, sentence):
     facts = {"gap": FACTS["gap"]}
     with pytest.raises(ForgefieldError, match=sentence):
         resolve_model({**TINY, "heads": heads}, species=SPECIES, cutoff=3.0, statistics=STATISTICS, heads=facts)

@@ -84,7 +84,7 @@ def test_given_numbers_need_no_data():
         ({"name": "tests.support.own_model.NotAModel"}, ["model.name", "torch.nn.Module"]),
     ],
 )
-def test_what_is_wrong_is_named(options, words):
+def test_errors_name_what_is_wrong(options, words):
     with pytest.raises(ForgefieldError) as caught:
         resolve(options)
     for word in words:
@@ -96,7 +96,7 @@ def test_an_unknown_precision_is_refused():
         build_model(resolve({"name": "nequip", "preset": "S"}), precision="half", seed=0)
 
 
-def test_an_own_model_by_import_path():
+def test_a_user_model_by_import_path():
     resolved = resolve({"name": OWN, "stiffness": 2.0})
     assert json.loads(json.dumps(resolved)) == resolved
     state = torch.random.get_rng_state()
@@ -117,7 +117,7 @@ def test_model_class_finds_built_in_and_own():
     assert model_class(OWN, trust=CONFIG).__name__ == "Springs"
 
 
-def test_an_own_model_beside_the_config_is_found_again_by_its_resolved_options(tmp_path, monkeypatch):
+def test_a_user_model_next_to_the_config_is_found_again_by_its_resolved_options(tmp_path, monkeypatch):
     configs = tmp_path / "configs"
     configs.mkdir()
     monkeypatch.chdir(tmp_path)

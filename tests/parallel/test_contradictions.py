@@ -90,7 +90,7 @@ def test_a_contradiction_with_the_launcher_says_what_to_do(launch, options, sent
 
 
 @pytest.mark.parametrize("devices", [0, -2, True, 1.5, "two", "1,x", [], [0, "1"], [-1]])
-def test_devices_that_are_no_devices_are_refused(devices) -> None:
+def test_unknown_devices_are_refused(devices) -> None:
     with pytest.raises(ForgefieldError, match="trainer.devices="):
         check_trainer_options(launched("none", 1, 1, 1), devices=devices, num_nodes=None, accelerator="auto")
 

@@ -88,7 +88,7 @@ def test_rank_0_is_killed_while_it_writes_a_checkpoint_that_its_clock_has_reques
         ("memory", "1", "rank 1 on {host} failed with the error above"),
     ],
 )
-def test_whatever_ends_a_rank_is_said(how, rank, says, tmp_path):
+def test_the_cause_of_a_lost_rank_is_reported(how, rank, says, tmp_path):
     """An error is like a kill in that nothing is saved; only its words are looked at here."""
     config = parallel_config(tmp_path, "again")
     broken = two_ranks(tmp_path, config, END_AT="5", END_HOW=how, END_RANKS=rank)
@@ -111,6 +111,14 @@ def test_a_stop_signal_on_one_rank_stops_all_at_the_same_step_and_saves_once(how
     assert f"Stopped after step 6: {name} was received. Run the same command to resume." in stopped.stdout
     assert stopped.stdout.count("Stopped after") == 1
     assert "Resuming run again at step 6" in two_ranks(tmp_path, config).stdout
+    assert_same_run(straight, tmp_path / "runs" / "again")
+
+
+def test_a_checkpoint_requested_of_one_rank_is_saved_by_all_and_changes_nothing(tmp_path, straight):
+    config = parallel_config(tmp_path, "again")
+    done = two_ranks(tmp_path, config, END_AT="4", END_HOW="usr2", END_RANKS="1")
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert done.stdout.count("A checkpoint was requested: step 5 is saved.") == 1
     assert_same_run(straight, tmp_path / "runs" / "again")
 
 
@@ -185,7 +193,7 @@ def test_resumed_on_another_number_of_ranks_every_frame_is_seen_once(before, aft
         assert recorded(tmp_path, epoch) == Counter(range(10)), epoch
 
 
-def test_an_error_of_all_ranks_is_said_once(tmp_path):
+def test_an_error_of_all_ranks_is_reported_once(tmp_path):
     config = parallel_config(tmp_path, "wrong")
     done = ranks(2, "forgefield", "train", str(config), "training.scale_lr=lineer", folder=tmp_path)
     assert done.returncode != 0

@@ -31,7 +31,7 @@ from tests.support.recorded_environments import (
     ("environments", "launcher", "places", "more"),
     [pytest.param(*case[1:], id=case[0]) for case in RECORDED + DOCUMENTED],
 )
-def test_each_process_knows_its_launcher_and_its_place(environments, launcher, places, more) -> None:
+def test_each_process_detects_its_launcher_and_rank(environments, launcher, places, more) -> None:
     launches = [detect_launch(environment) for environment in environments]
     assert [launch.launcher for launch in launches] == [launcher] * len(places)
     assert [place_of(launch) for launch in launches] == places

@@ -53,7 +53,7 @@ def need(program: str) -> str:
 
 
 @pytest.mark.slow
-def test_torchrun_and_all_that_is_said(tmp_path, serial):
+def test_torchrun_and_its_messages(tmp_path, serial):
     """Through the installed command, with a log of all ranks, a metric of the user's own and a rank that is slow."""
     settings = make(tmp_path, "launched", 2)
     settings["callbacks"].append("tests.support.interrupting.LogsTogether")

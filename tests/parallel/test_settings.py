@@ -37,7 +37,7 @@ def test_learning_rate_is_scaled_by_the_number_of_ranks(rule, factor):
 
 @pytest.mark.parametrize("wrong", ["lineer", "Linear", "2", "yes", ""])
 def test_any_other_rule_is_an_error(wrong):
-    with pytest.raises(ForgefieldError, match=r"'training\.scale_lr' is none, sqrt or linear"):
+    with pytest.raises(ForgefieldError, match=r"'training\.scale_lr' must be none, sqrt or linear"):
         load_config({"training": {"scale_lr": wrong}})
 
 
@@ -76,7 +76,7 @@ def test_the_whole_curve_is_scaled_and_keeps_its_length(spec):
 
 
 @pytest.mark.parametrize("spec", [{"name": "cosine", "eta_min": 0.01}, {"name": "StepLR", "step_size": 4}])
-def test_a_resume_with_another_factor_goes_on_with_the_scaled_curve(spec):
+def test_a_resume_with_another_factor_follows_the_scaled_curve(spec):
     def stepped(factor, n, state=None):
         optimiser = build_optimiser("sgd", [torch.nn.Parameter(torch.zeros(1))], lr=0.1 * factor)
         made = build_scheduler(
@@ -104,7 +104,7 @@ def test_a_resume_with_another_factor_goes_on_with_the_scaled_curve(spec):
     assert resumed.param_groups[0]["lr"] == pytest.approx(straight.param_groups[0]["lr"], rel=1e-12)
 
 
-def test_what_is_applied_is_said():
+def test_applied_settings_are_reported():
     assert describe_learning_rate(0.01, "sqrt", 4, 2.0) == "lr 0.01 x 2 (scale_lr=sqrt, 4 ranks) = 0.02"
     assert effective_batch(Budget("frames", 8), 4, 2) == "8 frames x 4 ranks x 2 batches per step = 64 frames per step"
     assert effective_batch(Budget("frames", 1), 1, 1) == "1 frame"
@@ -155,7 +155,7 @@ def test_supported_strategies_are_accepted(strategy):
     ],
 )
 @pytest.mark.skipif(hasattr(torch, "xpu") and torch.xpu.is_available(), reason="there is an Intel GPU")
-def test_missing_hardware_or_library_is_one_sentence(strategy, missing, tmp_path):
+def test_missing_hardware_or_library_is_one_clear_error(strategy, missing, tmp_path):
     config = tiny_config(tmp_path)
     config["trainer"] = {**config["trainer"], "strategy": strategy}
     config["trainer"].pop("accelerator")
@@ -165,7 +165,7 @@ def test_missing_hardware_or_library_is_one_sentence(strategy, missing, tmp_path
 
 
 @pytest.mark.skipif(torch.distributed.is_mpi_available(), reason="this torch has MPI")
-def test_a_backend_that_torch_lacks_is_one_sentence():
+def test_a_backend_that_torch_lacks_is_one_clear_error():
     with pytest.raises(ForgefieldError, match="this torch is built without MPI"):
         MPIDDPStrategy(process_group_backend="mpi")
 
@@ -227,7 +227,7 @@ def test_the_interface_towards_this_machine_is_its_loopback():
     assert interface_towards("no such machine anywhere") is None
 
 
-def test_a_journal_writes_the_file_that_was_asked_for(tmp_path):
+def test_a_journal_writes_the_requested_file(tmp_path):
     journal = Journal(file=tmp_path / "train.log")
     journal.notify("before the folder")
     (tmp_path / "run").mkdir()
@@ -243,12 +243,12 @@ def test_a_journal_writes_the_file_that_was_asked_for(tmp_path):
     assert (tmp_path / "run" / "warnings.txt").read_text().count("a warning") == 1
 
 
-def test_a_log_that_cannot_be_written_is_a_sentence(tmp_path):
+def test_a_log_that_cannot_be_written_is_a_clear_error(tmp_path):
     with pytest.raises(ForgefieldError, match=r"Could not write the log .*train\.log"):
         Journal(file=Path(tmp_path / "nowhere" / "train.log"))
 
 
-def test_a_schedule_as_long_as_the_run_goes_on_at_the_same_place_when_the_run_has_fewer_steps():
+def test_a_schedule_as_long_as_the_run_continues_at_the_same_step_when_the_run_has_fewer_steps():
     """12 steps on two ranks become 24 on one: after a quarter of the run the learning rate is where it was."""
 
     def at(n: int, length: int):

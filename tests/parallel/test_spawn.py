@@ -18,7 +18,7 @@ import pytest
 
 from forgefield.errors import ForgefieldError
 from forgefield.parallel.spawn import run_ranks
-from tests.support.launching import is_alive
+from tests.support.launching import is_alive, with_default_interrupts
 
 PATIENCE = 100.0
 FOREVER = 3600.0
@@ -74,7 +74,7 @@ def parent() -> Iterator[Callable[..., subprocess.Popen[bytes]]]:
         process.wait()
 
 
-def test_each_rank_is_told_who_it_is(tmp_path: Path) -> None:
+def test_each_rank_knows_its_number(tmp_path: Path) -> None:
     body = "import json; (folder / f'{rank}.json').write_text(json.dumps(dict(os.environ)))"
     environ = {**os.environ, "COLOUR": "blue", "RANK": "17", "WORLD_SIZE": "99"}
     environ.pop("OMP_NUM_THREADS", None)
@@ -240,7 +240,7 @@ def test_ranks_can_be_run_from_any_thread() -> None:
 
 
 @pytest.mark.skipif(not sys.platform.startswith("linux"), reason="only Linux tells a process that its parent died")
-def test_parent_killed_leaves_no_rank_behind(parent: Callable[..., subprocess.Popen[bytes]], tmp_path: Path) -> None:
+def test_parent_killed_leaves_no_rank_running(parent: Callable[..., subprocess.Popen[bytes]], tmp_path: Path) -> None:
     process = parent(rank_script("note(os.getpid()); time.sleep(60)", tmp_path), 3)
     wait_until(lambda: all(notes(tmp_path, rank) for rank in range(3)))
     pids = [int(notes(tmp_path, rank)[0]) for rank in range(3)]
@@ -254,7 +254,7 @@ def test_parent_killed_leaves_no_rank_behind(parent: Callable[..., subprocess.Po
                 os.kill(pid, signal.SIGKILL)
 
 
-def test_program_that_does_not_exist_is_a_sentence() -> None:
+def test_program_that_does_not_exist_is_a_clear_error() -> None:
     with pytest.raises(
         ForgefieldError, match=r"Rank 0 could not be started: /no/such/program: No such file or directory\."
     ):
@@ -293,7 +293,7 @@ def test_a_signal_ends_disposable_ranks_even_if_they_ignore_it(number: int, code
     """As those of `forgefield bench`, which must not take the end of one for a result and start the next."""
     body = "signal.signal(signal.SIGTERM, signal.SIG_IGN); note(os.getpid()); time.sleep(60)"
     command = [sys.executable, "-c", DISPOSABLE, json.dumps(rank_script(body, tmp_path))]
-    process = subprocess.Popen(command, stderr=subprocess.PIPE, text=True)
+    process = subprocess.Popen(command, stderr=subprocess.PIPE, text=True, preexec_fn=with_default_interrupts)
     wait_until(lambda: all(notes(tmp_path, rank) for rank in range(2)))
     process.send_signal(number)
     _, said = process.communicate(timeout=PATIENCE)

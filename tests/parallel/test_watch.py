@@ -101,7 +101,7 @@ def test_all_know_the_first_loss_although_each_ends_as_soon_as_it_knows(begin: B
 
 
 @pytest.mark.parametrize("failing", [0, 1])
-def test_error_reaches_everyone_in_its_own_words(begin: Begin, failing: int) -> None:
+def test_error_reaches_everyone_with_its_message(begin: Begin, failing: int) -> None:
     processes = begin(3)
     text = 'out of memory:\n  "20 GB", 5 Å³ \U0001f525 \ud800 \\n'
     assert processes[failing].do("fail", text)["loss"] == failing

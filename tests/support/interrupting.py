@@ -18,7 +18,8 @@ class Interrupted(Exception):
 
 
 class EndAt(Callback):
-    """At the end of the batch that makes optimiser step $END_AT: $END_HOW is raise, kill (-9), term, usr1 or memory.
+    """At the end of the batch that makes optimiser step $END_AT: $END_HOW is raise, kill (-9), term, usr1 or memory; or usr2,
+    which requests a checkpoint and does not end it.
 
     With several processes on the ranks in $END_RANKS only, and with $END_ONCE, the name of a file, only the first time.
     """
@@ -37,7 +38,8 @@ class EndAt(Callback):
                 raise Interrupted("a crash that a test asked for")
             if how == "memory":
                 torch.empty(2**55)
-            os.kill(os.getpid(), {"kill": signal.SIGKILL, "term": signal.SIGTERM, "usr1": signal.SIGUSR1}[how])
+            numbers = {"kill": signal.SIGKILL, "term": signal.SIGTERM, "usr1": signal.SIGUSR1, "usr2": signal.SIGUSR2}
+            os.kill(os.getpid(), numbers[how])
 
 
 class KilledWhileWriting(Callback):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 import subprocess
 import sys
 from collections.abc import Sequence
@@ -88,3 +89,8 @@ def is_alive(pid: int) -> bool:
         return Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0] not in ("Z", "X")
     except (FileNotFoundError, ProcessLookupError):
         return False
+
+
+def with_default_interrupts() -> None:
+    """For `preexec_fn`: a shell starts background jobs with Ctrl-C ignored, and their children inherit that."""
+    signal.signal(signal.SIGINT, signal.SIG_DFL)

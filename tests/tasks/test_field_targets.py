@@ -62,7 +62,7 @@ def test_errors_count_in_units_of_the_scale_and_missing_labels_not_at_all(batch,
 
 
 @pytest.mark.parametrize(("per_atom", "power"), [(None, 1.0), (True, 1.0), ("root", 0.5), (False, 0.0)])
-def test_extensive_values_are_compared_per_atom_as_asked(per_atom, power, batch, outputs):
+def test_extensive_values_are_compared_per_atom_as_requested(per_atom, power, batch, outputs):
     found = task(total=FieldTargetOptions(per_atom=per_atom)).loss(outputs, batch)
     error = (outputs["total"] - batch["total"]) / 0.25 / torch.tensor(N_ATOMS).double() ** power
     weight = batch["weight"]

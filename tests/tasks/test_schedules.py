@@ -123,7 +123,7 @@ def scheduled(folder, name: str, kind: str | None, epochs: int) -> dict:
 
 
 @pytest.mark.parametrize("kind", ["linear", "lr"])
-def test_a_training_with_a_schedule_goes_on_as_if_it_had_not_stopped(kind, tmp_path, monkeypatch):
+def test_a_training_with_a_schedule_resumes_as_if_it_had_not_stopped(kind, tmp_path, monkeypatch):
     """Broken off in the middle of the schedule, and of an epoch."""
     config = {"callbacks": [END]} | scheduled(tmp_path, "whole", kind, 3)
     config["training"]["checkpoint"] = {"every_steps": 2}

@@ -58,7 +58,7 @@ def test_loss_is_the_weighted_mean_over_existing_labels(sizes, seed):
 
 
 @pytest.mark.parametrize(("per_atom", "power"), [(True, 2), ("root", 1), (False, 0)])
-def test_energies_and_virials_are_divided_by_the_power_of_the_number_of_atoms_that_is_asked_for(per_atom, power):
+def test_energies_and_virials_are_divided_by_the_requested_power_of_the_number_of_atoms(per_atom, power):
     """`root` is what DeePMD-kit minimises: the square of an extensive error over the number of atoms."""
     batch, outputs = random_batch([2, 5, 1], seed=3, missing=0.0)
     batch["cell"] = torch.diag_embed(torch.tensor([[2.0, 3, 4], [1, 1, 5], [3, 3, 3]], dtype=torch.float64))
@@ -147,7 +147,7 @@ def fourth_power(prediction, target):
     return (prediction - target) ** 4
 
 
-def test_own_loss_is_named_by_import_path():
+def test_user_loss_is_named_by_import_path():
     batch, outputs = random_batch([1, 2], seed=3, missing=0.0)
     batch["weight"][:] = 1.0
     task = Task(TaskOptions(stress=TargetOptions(loss="tests.tasks.test_task.fourth_power")), SPECIES)

@@ -76,7 +76,7 @@ def test_one_process_takes_its_own_xpu(machine):
         ({}, "cudda", "Did you mean 'cuda'"),
     ],
 )
-def test_what_cannot_be_is_refused_in_a_sentence(kinds, wanted, words, machine, tmp_path):
+def test_impossible_settings_are_refused_with_one_sentence(kinds, wanted, words, machine, tmp_path):
     machine(**kinds)
     config = tiny_config(tmp_path)
     config["trainer"]["accelerator"] = wanted

@@ -19,7 +19,7 @@ def test_lazy_data_trains_as_data_in_memory(tmp_path, monkeypatch, capsys):
         assert (runs[0] / file).read_bytes() == (runs[1] / file).read_bytes()
 
 
-def test_a_run_begun_in_memory_goes_on_from_disk(tmp_path, monkeypatch):
+def test_a_run_begun_in_memory_continues_from_disk(tmp_path, monkeypatch):
     monkeypatch.setenv("FORGEFIELD_CACHE", str(tmp_path / "cache"))
     train_only(tiny_config(tmp_path, trainer=QUICK))
     longer = tiny_config(tmp_path, data={"lazy": True}, trainer={**QUICK, "max_epochs": 2})

@@ -111,7 +111,7 @@ def test_a_branch_taken_out_predicts_what_it_predicts_among_the_others(trained, 
 
 
 @pytest.mark.parametrize("head", [None, "wett"])
-def test_which_branch_is_meant_has_to_be_said(head, trained):
+def test_the_branch_must_be_given(head, trained):
     with pytest.raises(ForgefieldError, match="the model has the branches dry, wet"):
         Calculator(trained.path, head=head)
 
@@ -153,7 +153,7 @@ def test_a_traced_step_equals_an_eager_one_for_any_mixture_of_branches(form, tra
         assert difference(traced, eager, frames_of(trained, rows)) < 1e-9, rows
 
 
-def test_an_interrupted_run_goes_on_exactly_and_ranks_train_as_one(trained, tmp_path):
+def test_an_interrupted_run_resumes_exactly_and_ranks_train_as_one(trained, tmp_path):
     file = trained.path.parents[1] / "several.json"
     for steps in (3, 6):
         train_only(load_config(file, [f"out={tmp_path}", f"++trainer.max_steps={steps}", "training.scheduler.T_max=6"]))
@@ -209,7 +209,7 @@ def test_aliases_of_branches_are_noted_with_the_name_that_selects_the_branch(tra
         ("model.shared_dict.more", {}, "'model.shared_dict.more' is used by no branch"),
         ("training.data_dict.damp", {}, "'training.data_dict.damp' is for a branch that 'model.model_dict' does not have"),
         ("training.model_prob", {"wet": 1.0}, "'training.model_prob.dry' is missing"),
-        ("training.num_epoch_dict", {"wet": 1}, "'training.num_epoch_dict' is not known here"),
+        ("training.num_epoch_dict", {"wet": 1}, "'training.num_epoch_dict' is not supported"),
         ("loss", {}, "losses are given in 'loss_dict'"),
     ],
 )  # fmt: skip

@@ -158,7 +158,7 @@ def test_a_traced_step_equals_an_eager_one(kind, place):
         assert difference(traced, eager, data.train.batch(rows)) < 1e-9, rows
 
 
-def test_an_interrupted_run_goes_on_exactly(place, tmp_path):
+def test_an_interrupted_run_resumes_exactly(place, tmp_path):
     kind = "dos"
     file = place / f"{kind}.json"
     train_only(load_config(file, [f"out={tmp_path}", "++trainer.max_steps=3", "training.scheduler.T_max=6"]))
@@ -210,7 +210,7 @@ def own_config(folder: Path, **changes: Any) -> dict[str, Any]:
     return config
 
 
-def test_a_config_of_ours_trains_tests_predicts_and_calculates(tmp_path, capsys):
+def test_a_forgefield_config_trains_tests_predicts_and_calculates(tmp_path, capsys):
     run = train(own_config(tmp_path))
     assert "dipole" in capsys.readouterr().out
     errors = api.test(run.path, data=str(tmp_path / "a"))

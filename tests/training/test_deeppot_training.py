@@ -77,7 +77,7 @@ def deepmd_input(folder: Path, **changes: Any) -> Path:
     return path
 
 
-def test_an_input_of_deepmd_kit_trains_writes_its_curve_and_goes_on_exactly(tmp_path):
+def test_an_input_of_deepmd_kit_trains_writes_its_curve_and_resumes_exactly(tmp_path):
     """Virials are trained as well; half of the training and the rest is the whole, to the last bit."""
     prefactors = {"start_pref_v": 0.02, "limit_pref_v": 0.1}
     loss = {
@@ -108,7 +108,7 @@ def test_an_input_of_deepmd_kit_trains_writes_its_curve_and_goes_on_exactly(tmp_
     assert float(rows[-1].split()[7]) == pytest.approx(metrics[-1]["val/virial_rmse"] / 1000, rel=1e-2)
 
 
-def test_an_input_killed_for_real_goes_on_exactly(tmp_path):
+def test_an_input_killed_with_signal_9_resumes_exactly(tmp_path):
     file = deepmd_input(tmp_path, training__numb_steps=150, training__disp_freq=30, training__save_freq=10)
     train_only(file, f"out={tmp_path}/whole", "training.engine=eager")
     command = [
@@ -192,9 +192,7 @@ def test_a_validation_frame_without_a_parameter_is_refused(tmp_path):
         ({"loss__start_pref_v": 1.0, "loss__limit_pref_v": 1.0}, "task.virial is set, but no training frame has"),
     ],
 )
-def test_what_does_not_fit_the_data_is_said_before_anything_is_trained(
-    changes, sentence, tmp_path, capsys, monkeypatch
-):
+def test_a_mismatch_with_the_data_is_reported_before_training(changes, sentence, tmp_path, capsys, monkeypatch):
     monkeypatch.chdir(tmp_path)
     file = deepmd_input(tmp_path, **changes)
     if "virial" in sentence:

@@ -107,7 +107,7 @@ def test_killed_between_all_files_of_the_evaluation_the_same_command_completes_i
     assert_same_results(straight, tmp_path / "runs" / "killed")
 
 
-def test_a_disk_that_is_full_at_the_end_is_one_sentence_and_the_same_command_completes_the_run(straight, tmp_path):
+def test_a_disk_that_is_full_at_the_end_is_one_clear_error_and_the_same_command_completes_the_run(straight, tmp_path):
     config = config_of(tmp_path, "full", {"max_epochs": 2})
     for name in ("last.safetensors", "val.npz"):
         full = command(tmp_path, config, FAIL_BEFORE=name, FAIL_HOW="full")

@@ -121,7 +121,7 @@ def test_vectors_and_tensors_are_learnt_and_written(tmp_path):
 
 
 @pytest.mark.parametrize("energy", [{}, {"energy": {}}], ids=["alone", "beside an energy"])
-def test_direct_forces_are_those_of_a_head_and_said_to_be(energy, tmp_path, capsys):
+def test_direct_forces_are_those_of_a_head_and_reported_as_such(energy, tmp_path, capsys):
     task = {**energy, "forces": {"direct": True}}
     run = train_only(config(tmp_path, "direct", task, trainer={"max_epochs": 8}, training={"lr": 0.02}))
     assert "not conservative" in capsys.readouterr().out.replace("\n", " ")
@@ -214,17 +214,17 @@ def test_an_evaluation_moves_copies_always_alike(tmp_path):
         ({"dipole": {"kind": "vector", "reduce": "max"}}, r"'task\.dipole\.reduce' must be sum or mean for a vector"),
         (
             {"dipole": {"kind": "vector", "normalise": {"mean": 1.0, "scale": 1.0}}},
-            r"'task\.dipole\.normalise\.mean' is 0: the mean of an equivariant vector",
+            r"'task\.dipole\.normalise\.mean' must be 0, the mean of an equivariant vector",
         ),
-        ({"dipole": {"kind": "vektor"}}, r"'task\.dipole\.kind' is values, vector.* Did you mean 'vector'"),
+        ({"dipole": {"kind": "vektor"}}, r"'task\.dipole\.kind' must be values, vector.* Did you mean 'vector'"),
         ({"energy": {"direct": True}}, r"'task\.energy\.direct' does not apply to energy"),
         ({"forces": {"net_zero": True}}, r"'task\.forces\.net_zero' applies to direct forces"),
-        ({"denoise": {"sigma": 0}}, r"'task\.denoise\.sigma' is a positive length"),
-        ({"denoise": {"share": 1.5}}, r"'task\.denoise\.share' is a share of the frames"),
+        ({"denoise": {"sigma": 0}}, r"'task\.denoise\.sigma' must be a positive length"),
+        ({"denoise": {"share": 1.5}}, r"'task\.denoise\.share' must be a share of the frames"),
         ({"denoise": {"sgima": 0.1}}, r"Did you mean 'task\.denoise\.sigma'"),
     ],
 )
-def test_targets_that_cannot_be_are_refused(task, sentence, tmp_path):
+def test_invalid_targets_are_refused(task, sentence, tmp_path):
     frames = turning_frames(14)
     for atoms in frames:
         atoms.info["skew"] = np.arange(9.0).reshape(3, 3)

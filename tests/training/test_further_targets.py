@@ -115,14 +115,14 @@ def test_test_measures_and_predict_writes_fields(trained, tmp_path, capsys):
         assert written[0].calc is None
 
 
-def test_a_model_without_energy_is_no_calculator(trained, capsys):
+def test_a_model_without_energy_is_not_a_calculator(trained, capsys):
     with pytest.raises(ForgefieldError, match="predicts cohesion, gap, moduli, site_charge and no energy"):
         Calculator(trained)
     assert main(["check", str(trained.path), "--frames", "1"]) == 0
     assert "All 9 checks passed" in capsys.readouterr().out
 
 
-def test_a_calculator_gives_further_outputs_beside_energy(tmp_path):
+def test_a_calculator_gives_extra_outputs_next_to_energy(tmp_path):
     run = train_only(config(tmp_path, task={"energy": {}, "site_charge": {}, "gap": {}}, trainer={"max_epochs": 1}))
     atoms = ase.io.read(tmp_path / "frames.extxyz")
     atoms.calc = Calculator(run)
@@ -131,7 +131,7 @@ def test_a_calculator_gives_further_outputs_beside_energy(tmp_path):
     assert float(atoms.calc.get_property("gap", atoms)) == float(atoms.calc.results["gap"])
 
 
-def test_fields_that_a_store_holds_are_targets_without_further_words(tmp_path):
+def test_fields_that_a_store_holds_are_targets_without_more_settings(tmp_path):
     made = config(tmp_path, task={"gap": {}})
     source = made["data"]["train"]
     convert([source], tmp_path / "store", labels=LabelOptions(fields=PROPERTIES))
@@ -190,7 +190,7 @@ def test_a_label_without_spread_is_refused(task, why, tmp_path):
         ({"gap": {"weight": 0}}, "every weight is zero"),
     ],
 )
-def test_targets_that_cannot_be_are_refused(task, sentence, tmp_path):
+def test_invalid_targets_are_refused(task, sentence, tmp_path):
     fields = {**PROPERTIES, "atomic_energy": {"key": "gap"}}
     with pytest.raises(ForgefieldError, match=sentence):
         api.train(config(tmp_path, task=task, fields=fields))
@@ -280,13 +280,16 @@ def test_interrupted_run_of_classes_equals_uninterrupted_run(tmp_path, monkeypat
         ({"kind": {"classes": [1, 2]}}, r"its kind is 5, but task\.kind\.classes has 1, 2"),
         ({"same": {"classes": "auto"}}, r"all training frames have the label 1, so there is nothing to classify"),
         ({"moduli": {"classes": 3}}, r"a class is one number, but moduli has the shape \[3\]"),
-        ({"kind": {"classes": 1}}, r"'task\.kind\.classes' is a number above 1, a list of different labels, or auto"),
+        (
+            {"kind": {"classes": 1}},
+            r"'task\.kind\.classes' must be a number above 1, a list of different labels, or auto",
+        ),
         ({"kind": {"classes": 3, "loss": "mae"}}, r"'task\.kind\.loss' does not apply to classes"),
         ({"kind": {"classes": 3, "reduce": "sum"}}, r"'task\.kind\.reduce' does not apply to classes"),
         ({"kind": {"classes": 3, "normalise": {"mean": 0, "scale": 1}}}, r"normalise' does not apply to classes"),
     ],
 )
-def test_classes_that_cannot_be_are_refused(task, sentence, tmp_path):
+def test_invalid_classes_are_refused(task, sentence, tmp_path):
     frames = ase.io.read(with_classes(tmp_path / "frames.extxyz", 14), ":")
     for atoms in frames:
         atoms.info["same"] = 1

@@ -144,7 +144,7 @@ def test_tf32_is_refused_on_a_cpu_before_the_run_begins(setting, tmp_path):
         Precision(name).require_device(CPU)
 
 
-def test_lightnings_own_setting_points_to_ours(tmp_path):
+def test_lightnings_own_setting_points_to_forgefields(tmp_path):
     for theirs, ours in (("bf16-mixed", "bf16-mixed"), ("16-mixed", "fp16-mixed"), (64, "float64")):
         config = config_of(tmp_path, "float32")
         config["trainer"]["precision"] = theirs
@@ -234,7 +234,7 @@ def test_validation_is_made_in_the_precision_of_the_weights(tmp_path):
     assert rows[0]["train/loss"] != rows[1]["train/loss"]
 
 
-def test_an_own_model_that_a_precision_would_not_touch_is_refused(tmp_path):
+def test_a_user_model_that_a_precision_would_not_touch_is_refused(tmp_path):
     message = "bf16-mixed has no effect on this model.*forgefield.ops.products.product.*torch.autocast"
     with pytest.raises(ForgefieldError, match=message):
         train_only(config_of(tmp_path, "bf16-mixed", model="Plain"))

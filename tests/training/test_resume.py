@@ -18,6 +18,7 @@ from forgefield.training.run.checkpoint import list_checkpoints
 from forgefield.training.run.folder import config_of_run
 from forgefield.training.run.signals import REQUEUE
 from tests.support.helpers import tiny_config
+from tests.support.interrupting import Interrupted
 from tests.support.launching import write_config
 from tests.support.resuming import END, assert_same_run, interrupted_run, resumed_at
 from tests.support.train_many import train_only
@@ -149,6 +150,22 @@ def test_killed_while_a_checkpoint_is_written(tmp_path):
     assert "Resuming run again at step 8" in continued.stdout, continued.stdout + continued.stderr
     straight = train_only(tiny_config(tmp_path, **changes, name="straight"))
     assert_same_run(straight.path, tmp_path / "runs" / "again")
+
+
+def test_frames_that_are_kept_on_the_device_train_to_the_same_bits(tmp_path, monkeypatch):
+    """And a run may be resumed with frames kept elsewhere."""
+    config = tiny_config(tmp_path, callbacks=[END])
+    config["training"]["checkpoint"] = {"every_steps": 2}
+    monkeypatch.setenv("END_AT", "-1")
+    straight = train_only({**config, "name": "straight"}).path
+    for name, first in (("kept", "device"), ("again", "memory")):
+        other = {"device": "memory", "memory": "device"}[first]
+        monkeypatch.setenv("END_HOW", "raise")
+        monkeypatch.setenv("END_AT", "7")
+        with pytest.raises(Interrupted):
+            train_only({**config, "name": name}, f"data.keep={first}")
+        monkeypatch.setenv("END_AT", "-1")
+        assert_same_run(straight, train_only({**config, "name": name}, f"data.keep={other}").path)
 
 
 def test_sigterm_saves_and_stops_and_nothing_is_lost(tmp_path):

@@ -81,7 +81,7 @@ def test_a_signal_stops_the_reading_of_data(how, tmp_path):
 
 
 @pytest.mark.parametrize("how", ["python", "native"])
-def test_sigterm_ends_a_conversion_with_a_sentence_and_the_same_command_resumes(how, tmp_path):
+def test_sigterm_ends_a_conversion_with_a_message_and_the_same_command_resumes(how, tmp_path):
     write_emt(tmp_path / "frames.extxyz", 6)
     words = ("tests.support.stopping", "forgefield", "data", "convert", "frames.extxyz", "store", "--workers", "1")
     environ = {"STOP_IN": "forgefield.data.store.convert:_finish", "STOP_BY": "SIGTERM", "STOP_HOW": how}

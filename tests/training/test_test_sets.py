@@ -157,8 +157,8 @@ def test_test_and_data_info_read_what_predict_wrote(plain_run, folder, tmp_path,
     ("test", "message"),
     [
         ({"a b": "x.xyz"}, "'a b' cannot be the name of a test set"),
-        ({"a": 0.1}, r"'data\.test\.a' is a file, folder, pattern or list of them"),
-        ({}, r"'data\.test' is a file, or files by name"),
+        ({"a": 0.1}, r"'data\.test\.a' must be a file, folder, pattern or list of them"),
+        ({}, r"'data\.test' must be a file, or files by name"),
         ({"index": "x"}, r"or \{indices: file-or-list\}"),
     ],
 )

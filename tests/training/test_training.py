@@ -114,7 +114,7 @@ def test_errors_on_the_test_set_are_written_and_repeatable(tmp_path):
     assert json.loads((run.path / "test.json").read_text()) == stored  # another test does not overwrite the run's own
 
 
-def test_stress_is_trained_when_asked(tmp_path):
+def test_stress_is_trained_on_request(tmp_path):
     task = {"energy": {}, "forces": {}, "stress": {"weight": 1000.0}}
     run = train_only(with_trainer({**tiny_config(tmp_path), "task": task}, max_epochs=15))
     rows = run.metrics()
@@ -137,7 +137,7 @@ def test_without_validation_frames_the_training_loss_picks_the_best(tmp_path, ca
     load(run)
 
 
-def test_early_stopping_says_why_in_log_panel_and_report(tmp_path, capsys):
+def test_the_reason_for_early_stopping_is_in_log_panel_and_report(tmp_path, capsys):
     config = with_training(tiny_config(tmp_path), early_stopping={"patience": 2, "min_delta": 1e9})
     run = train(with_trainer(config, max_epochs=50))
     rows = run.metrics()
@@ -189,7 +189,7 @@ class Springs(nn.Module):
         return torch.zeros(len(batch["species"]), dtype=torch.float64).index_add(0, batch["edge_index"][1], pair)
 
 
-def test_own_model_by_import_path(tmp_path):
+def test_user_model_by_import_path(tmp_path):
     config = {**tiny_config(tmp_path), "model": {"name": "tests.training.test_training.Springs", "stiffness": 0.2}}
     run = train_only(config)
     assert load(run).state_dict() is not None
@@ -208,7 +208,7 @@ class CountsSteps(Callback):
         CountsSteps.seen += 1
 
 
-def test_own_callback_by_import_path(tmp_path):
+def test_user_callback_by_import_path(tmp_path):
     spec = {"name": "tests.training.test_training.CountsSteps", "start": 100}
     train_only(tiny_config(tmp_path, callbacks=[spec]))
     assert CountsSteps.seen == 115
@@ -252,7 +252,7 @@ def test_contradicting_clipping_is_refused(tmp_path):
         train(config)
 
 
-def test_a_diverging_training_stops_with_a_sentence_and_keeps_good_checkpoints(tmp_path):
+def test_a_diverging_training_stops_with_a_clear_message_and_keeps_good_checkpoints(tmp_path):
     config = with_training(tiny_config(tmp_path), lr=1e30, optimizer="sgd", checkpoint={"every_steps": 1})
     with pytest.raises(ForgefieldError, match=r"The training loss is (nan|inf).*training\.lr"):
         train(config)
@@ -303,7 +303,7 @@ def test_lightning_loggers_get_every_nth_step_and_the_settings(every, tmp_path):
     assert seen == list(range(every, 26, every))
 
 
-def test_a_users_model_checkpoint_works_beside_ours(tmp_path):
+def test_a_users_model_checkpoint_works_next_to_forgefields(tmp_path):
     spec = {"name": "lightning.pytorch.callbacks.ModelCheckpoint", "dirpath": str(tmp_path / "mine"), "save_last": True}
     train_only(tiny_config(tmp_path, callbacks=[spec]))
     assert (tmp_path / "mine" / "last.ckpt").exists()
@@ -324,7 +324,7 @@ def test_a_users_model_checkpoint_works_beside_ours(tmp_path):
         ("data", {"test": "unlabelled.extxyz"}, r"data\.test"),
     ],
 )
-def test_what_cannot_be_is_one_sentence(section, change, message, tmp_path, monkeypatch):
+def test_impossible_settings_are_refused_with_one_sentence(section, change, message, tmp_path, monkeypatch):
     if change.get("accelerator") == "gpu" and torch.cuda.is_available():
         pytest.skip("there is a GPU")
     monkeypatch.chdir(tmp_path)
@@ -362,7 +362,7 @@ def test_a_command_that_was_refused_leaves_no_folder(tmp_path):
     assert not (tmp_path / "runs" / "tiny").exists()
 
 
-def test_fewer_epochs_than_were_trained_is_one_sentence_and_changes_nothing(tmp_path):
+def test_fewer_epochs_than_were_trained_is_one_clear_error_and_changes_nothing(tmp_path):
     config = tiny_config(tmp_path)
     run = train_only(config)
     before = (run.path / "config.yaml").read_bytes()
@@ -407,7 +407,7 @@ class Mistaken(Springs):
         return super().forward(batch) + "energy"
 
 
-def test_a_mistake_in_an_own_model_keeps_its_traceback(tmp_path):
+def test_a_mistake_in_a_user_model_keeps_its_traceback(tmp_path):
     config = {**tiny_config(tmp_path), "model": {"name": "tests.training.test_training.Mistaken"}}
     with pytest.raises(TypeError, match="unsupported operand"):
         train(config)

@@ -78,7 +78,7 @@ def test_first_and_last_step_have_exactly_the_first_and_last_value_in_anybodys_s
     assert [value for _, _, value in seen] == pytest.approx(plain, abs=0.01)
 
 
-def test_values_by_epoch_change_with_epochs_and_a_resumed_training_goes_on(tmp_path):
+def test_values_by_epoch_change_with_epochs_also_after_a_resume(tmp_path):
     whole = fit(tmp_path, LinearScalingSchedule("fit", 1.0, 3.0), max_epochs=3).seen
     assert [value for _, value, _ in whole] == [1.0] * 3 + [2.0] * 3 + [3.0] * 3
     schedule = LinearScalingSchedule("fit", 1.0, 9.0, "step")
@@ -112,7 +112,7 @@ def test_a_sigmoid_of_any_curvature_stays_between_its_ends(curvature):
     assert (values[0], values[-1]) == (1.0, 10.0)
 
 
-def test_schedules_that_cannot_be_are_refused(tmp_path):
+def test_invalid_schedules_are_refused(tmp_path):
     linear = LinearScalingSchedule("fti", 1.0, 2.0)
     with pytest.raises(ForgefieldError, match="task_loss_scaling has no 'fti'. Did you mean 'fit'"):
         fit(tmp_path, linear, max_epochs=1)
@@ -164,7 +164,7 @@ WEIGHTINGS = ["uncertainty", {"name": "softadapt", "every": 2, "beta": 3.0}]
 
 
 @pytest.mark.parametrize("weighting", WEIGHTINGS, ids=["uncertainty", "softadapt"])
-def test_weights_that_find_themselves_go_on_exactly_and_leave_reports_alone(weighting, tmp_path, monkeypatch):
+def test_self_adapting_weights_resume_exactly_and_leave_reports_alone(weighting, tmp_path, monkeypatch):
     training = {"weighting": weighting, "checkpoint": {"every_steps": 1}}
     given = {"training": training, "callbacks": [END]}
     straight = train_only(config(tmp_path, "straight", **given))
@@ -196,7 +196,7 @@ def test_reported_losses_have_the_weights_of_the_task_whatever_is_minimised(tmp_
             assert losses == pytest.approx({name: expected[name] for name in losses}, rel=1e-13)
 
 
-def test_weights_that_find_themselves_are_the_same_in_other_engines(tmp_path):
+def test_self_adapting_weights_are_the_same_in_other_engines(tmp_path):
     small = {"num_layers": 1, "l_max": 0}
     given = {"trainer": {"max_steps": 4}, "model": small}
     runs = [

@@ -248,7 +248,7 @@ def test_an_explosion_is_a_result_with_its_frame(workplace, tmp_path, capsys):
     [
         (lambda atoms: atoms.symbols.__setitem__(0, "Ni"), [], "Ni"),
         (lambda atoms: atoms.set_pbc(False), ["--ensemble", "npt"], "frame 0: the ensemble npt needs a cell"),
-        (lambda atoms: None, ["--ps", "-1"], "'ps' is a positive number"),
+        (lambda atoms: None, ["--ps", "-1"], "'ps' must be a positive number"),
         (lambda atoms: None, ["--pressure", "2"], "--pressure has no effect with --ensemble nvt"),
         (lambda atoms: None, ["--ensemble", "nve", "--pressure", "0"], "--pressure has no effect with --ensemble nve."),
         (

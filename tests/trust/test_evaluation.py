@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import sys
+from pathlib import Path
 
 import ase.io
 import numpy as np
@@ -11,6 +12,9 @@ import pytest
 from ase import Atoms, units
 from ase.build import bulk, molecule
 from ase.calculators.emt import EMT
+from ase.calculators.singlepoint import SinglePointCalculator
+from ase.md.velocitydistribution import MaxwellBoltzmannDistribution
+from ase.md.verlet import VelocityVerlet
 from ase.phonons import Phonons
 from ase.vibrations import Vibrations
 
@@ -173,7 +177,7 @@ def test_known_numbers_are_a_reference(tmp_path):
         ({"suite": "crystal", "structures": bulk("Ni")}, "Ni"),
         ({"suite": "liquid"}, "--structures FILE"),
         ({"reference": "ase.calculators.emt.EMTT"}, "EMTT"),
-        ({"temperature": -1}, "'temperature' is a positive number"),
+        ({"temperature": -1}, "'temperature' must be a positive number"),
     ],
     ids=["only", "periodic", "species", "structures", "reference", "temperature"],
 )
@@ -237,3 +241,65 @@ def test_the_velocity_autocorrelation_of_oscillators_is_a_cosine():
         frames.append(atoms)
     values = velocity_autocorrelation(frames, 60)
     assert values / values[0] == pytest.approx(np.cos(0.1 * np.arange(60)), abs=0.03)
+
+
+def labelled_trajectory(path: Path) -> list[Atoms]:
+    """A dynamics of copper with EMT, with energies, forces, momenta and times, and dimers."""
+    frames = []
+    atoms = bulk("Cu", cubic=True) * (2, 2, 2)
+    atoms.calc = EMT()
+    MaxwellBoltzmannDistribution(atoms, temperature_K=600, rng=np.random.default_rng(0))
+    dynamics = VelocityVerlet(atoms, timestep=2 * units.fs)
+    for step in range(30):
+        atoms.get_forces()
+        image = atoms.copy()
+        image.info["time_ps"] = step * 0.004
+        image.calc = SinglePointCalculator(image, energy=atoms.get_potential_energy(), forces=atoms.get_forces())
+        frames.append(image)
+        dynamics.run(2)
+    for distance in (2.0, 2.2, 2.5, 3.0, 5.5):
+        dimer = Atoms("Cu2", positions=[[0, 0, 0], [distance, 0, 0]], calculator=EMT())
+        energy, forces = dimer.get_potential_energy(), dimer.get_forces()
+        dimer.calc = SinglePointCalculator(dimer, energy=energy, forces=forces)
+        frames.append(dimer)
+    ase.io.write(path, frames)
+    return frames
+
+
+def test_labelled_frames_are_a_reference(tmp_path):
+    run = emt_run(tmp_path, species=("Cu",))
+    frames = labelled_trajectory(tmp_path / "aimd.extxyz")
+    start = bulk("Cu", cubic=True) * (2, 2, 2)
+    report = forgefield.evaluate(
+        run,
+        suite="liquid",
+        structures=start,
+        reference=str(tmp_path / "aimd.extxyz"),
+        only=["labels", "dimers", "liquid"],
+        temperature=600,
+        ps=0.2,
+        supercell=5.0,
+    )
+    assert not report.failed
+    by_name = {result["name"]: result for result in report.results}
+    errors = {value["name"]: value["model"] for value in by_name["labels"]["values"]}
+    # extxyz stores 8 digits of positions and forces
+    assert errors["energy RMSE"] < 1e-3
+    assert errors["force RMSE"] < 1e-2
+    dimers = {value["name"]: value for value in by_name["dimers"]["values"]}
+    exact = [frame.get_potential_energy() for frame in frames[30:]]
+    assert dimers["Cu-Cu depth"]["reference"] == pytest.approx(exact[-1] - min(exact), abs=1e-6)
+    assert dimers["Cu-Cu depth"]["model"] == pytest.approx(dimers["Cu-Cu depth"]["reference"], rel=0.05)
+    liquid = {value["name"]: value for value in by_name["liquid"]["values"]}
+    expected = radial_distribution(frames[:30], ("Cu", "Cu"), 7.22 / 2)
+    assert liquid["height of the peak Cu-Cu"]["reference"] == pytest.approx(expected[1].max(), rel=1e-3)
+    assert liquid["diffusion coefficient"]["reference"] is not None
+    panel = next(panel for panel in by_name["liquid"]["panels"] if panel["title"] == "Radial distribution")
+    assert panel["reference"]
+    assert not next(panel for panel in by_name["liquid"]["panels"] if panel["title"].startswith("Temp"))["reference"]
+
+
+def test_frames_without_labels_are_no_reference(tmp_path):
+    ase.io.write(tmp_path / "frames.extxyz", [bulk("Cu")])
+    with pytest.raises(ForgefieldError, match="none of 1 frames has labels"):
+        forgefield.evaluate(emt_run(tmp_path), reference=str(tmp_path / "frames.extxyz"))

@@ -175,12 +175,12 @@ def test_commands_label_in_jobs_and_are_not_repeated(tmp_path, monkeypatch):
     ("changes", "message"),
     [
         ({"explore": {"temprature": [1]}}, "unknown key 'explore.temprature'. Did you mean 'temperatures'"),
-        ({"explore": {"temperatures": [-300]}}, "'explore.temperatures' is a positive number"),
+        ({"explore": {"temperatures": [-300]}}, "'explore.temperatures' must be a positive number"),
         ({"label": {"command": "run {input} {output}"}}, "needs either a calculator or a command"),
         ({"label": {"calculator": None, "command": "run.sh"}}, "a command with {input} and {output}"),
         ({"label": {"sbatch": ["--time=1"]}}, "'label.sbatch' applies to label.command"),
         ({"explore": {"limit": 1e-12}}, "larger than explore.threshold"),
-        ({"start": "best"}, "'start' is weights or scratch"),
+        ({"start": "best"}, "'start' must be weights or scratch"),
     ],
     ids=["key", "temperature", "both", "placeholders", "sbatch", "limit", "choice"],
 )
@@ -227,3 +227,24 @@ def test_a_calculator_that_always_fails_stops_the_loop(tmp_path, monkeypatch):
     with pytest.raises(ForgefieldError, match="none of 6 structures could be labelled. The first reason: KeyError"):
         forgefield.learn(loop)
     assert not os.path.exists("learning/loop/runs")
+
+
+def test_a_loop_may_train_ensembles_whose_deviations_are_the_uncertainty(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("LABEL_LOG", str(tmp_path / "labels.txt"))
+    loop = write_loop(tmp_path, explore={"starts": 1, "temperatures": [300]}, select={"frames": 2})
+    config = yaml.safe_load((tmp_path / "train.yaml").read_text())
+    config["training"]["ensemble"] = 2
+    (tmp_path / "train.yaml").write_text(yaml.safe_dump(config))
+    learning = forgefield.learn(loop)
+    assert list(learning.run.members) == ["seed-0", "seed-1"]
+    candidate = ase.io.read("learning/loop/iteration-01/explore/0000.extxyz")
+    first = Run(Path("learning/loop/runs/iteration-00"))
+    candidate.calc = forgefield.Calculator(first)
+    candidate.get_forces()
+    deviation = np.linalg.norm(candidate.calc.results["forces_uncertainty"], axis=1).max()
+    assert candidate.info["uncertainty"] == pytest.approx(deviation, rel=1e-5)
+    # each member continues from the weights of the same member of the iteration before
+    for name in learning.run.members:
+        record = Run(learning.run.member_path(name)).info["initial_model"]
+        assert record["folder"] == str(first.member_path(name).absolute())

@@ -22,7 +22,7 @@ def translate_learning_rate(section: Section | None, file: object, steps: int | 
         raise ForgefieldError(f"{file}: 'learning_rate' is missing; it needs at least start_lr.")
     start = section.number("start_lr", MISSING, above=0)
     kind = section.choice("type", "exp", tuple(SCHEDULES))
-    options = {"name": SCHEDULES[kind], **_own_options(section, kind), **_last_rate(section, start, kind)}
+    options = {"name": SCHEDULES[kind], **_options_of_kind(section, kind), **_last_rate(section, start, kind)}
     options |= _warm_up(section, steps)
     scale = section.take("scale_by_worker", "none")
     if scale not in ("linear", "sqrt", "none"):
@@ -31,7 +31,7 @@ def translate_learning_rate(section: Section | None, file: object, steps: int | 
     return {"lr": start, "scale_lr": scale, "scheduler": options}
 
 
-def _own_options(section: Section, kind: str) -> dict[str, Any]:
+def _options_of_kind(section: Section, kind: str) -> dict[str, Any]:
     if kind == "exp":
         options = {
             "decay_steps": section.integer("decay_steps", 5000, at_least=1),
@@ -78,7 +78,7 @@ def translate_optimiser(section: Section | None) -> dict[str, Any]:
         return {"name": "adam"}
     kind = section.take("type", "Adam")
     if kind in OTHER_OPTIMISERS:
-        raise section.refused("type", f"is {kind}, which is not known here; there are {' and '.join(OPTIMISERS)}")
+        raise section.refused("type", f"is {kind}, which is not supported; supported are {' and '.join(OPTIMISERS)}")
     if kind not in tuple(OPTIMISERS):
         raise section.wrong("type", kind, " or ".join(OPTIMISERS))
     betas = [section.number(f"adam_beta{i}", default, at_least=0, below=1) for i, default in enumerate(BETAS, start=1)]

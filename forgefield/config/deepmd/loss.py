@@ -41,7 +41,7 @@ def translate_loss(
     kind = section.take("type", LOSS_OF_FITTING[fitting["type"]])
     kind = "ener" if kind == "ener_hess" else kind
     if kind in OTHER_LOSSES:
-        raise section.refused("type", f"is '{kind}', which is not known here")
+        raise section.refused("type", f"is '{kind}', which is not supported")
     if kind not in LOSS_OF_FITTING.values():
         raise section.wrong("type", kind, f"one of {', '.join(dict.fromkeys(LOSS_OF_FITTING.values()))}")
     if kind != LOSS_OF_FITTING[fitting["type"]]:

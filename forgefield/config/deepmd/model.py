@@ -76,7 +76,7 @@ TYPE_EMBEDDING = (
     "only DeePMD-kit's TensorFlow backend has a type embedding outside the descriptor; use the descriptor se_atten with "
     "attn_layer 0, which has one inside (descriptor.tebd_dim)"
 )
-SAID_ELSEWHERE = {
+WITHOUT_EFFECT = {
     "data_stat_nbatch": "statistics of the training data are taken once and kept",
     "data_bias_nsample": "it is used by `dp change-bias` and fine-tuning alone",
     "info": "metadata for DeePMD-kit's own tools",
@@ -119,11 +119,11 @@ def translate_model(section: Section) -> Model:
 def _refuse_other_kinds(section: Section) -> None:
     kind = section.take("type", "standard")
     if kind in OTHER_MODELS:
-        raise section.refused("type", f"is '{kind}'; of DeePMD-kit's models only the standard one is known here")
+        raise section.refused("type", f"is '{kind}'; only DeePMD-kit's standard model is supported")
     if kind != "standard":
         raise section.wrong("type", kind, "standard")
     section.only(
-        "bridging_method", "None", "bridging by an inner potential is not known here; model.zbl adds a ZBL term"
+        "bridging_method", "None", "bridging by an inner potential is not supported; model.zbl adds a ZBL term"
     )
     section.only("bridging_r_inner", 0.5, "there is no bridging")
     section.only("bridging_r_outer", 0.8, "there is no bridging")
@@ -131,11 +131,11 @@ def _refuse_other_kinds(section: Section) -> None:
     section.only("data_stat_protect", 1e-2, "deviations are always protected by 0.01, DeePMD-kit's default")
     section.only("model_branch_alias", [], "this is for several models trained together")
     section.only("finetune_head", None, "this is for several models trained together")
-    section.only("spin", None, "magnetic moments are not known here")
+    section.only("spin", None, "magnetic moments are not supported")
     section.only("modifier", None, "data modifiers are of DeePMD-kit's TensorFlow alone")
     section.only("compress", None, "models are compressed when they are exported, not by the input")
     section.only("type_embedding", None, TYPE_EMBEDDING)
-    for name, why in SAID_ELSEWHERE.items():
+    for name, why in WITHOUT_EFFECT.items():
         section.note(name, f"no effect: {why}.", unless=[{}])
 
 
@@ -217,7 +217,9 @@ def _kind(
     if kind in tuple(supported):
         return kind
     if kind in others:
-        raise section.refused("type", f"is '{kind}', a {word} that is not known here; there are {', '.join(supported)}")
+        raise section.refused(
+            "type", f"is '{kind}', a {word} that is not supported; supported are {', '.join(supported)}"
+        )
     hint = did_you_mean(str(kind), [*supported, *aliases])
     raise ForgefieldError(
         f"{section.file}: '{section.path('type')}' must be one of {', '.join(supported)}, not {kind!r}.{hint}"

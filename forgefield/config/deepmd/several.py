@@ -185,7 +185,7 @@ class Branches:
                 "data_dict", "gives probabilities of systems; within a branch systems are drawn by size or alike"
             )
         if self.training.take("num_epoch_dict"):
-            raise self.training.refused("num_epoch_dict", "is not known here; give numb_steps and model_prob")
+            raise self.training.refused("num_epoch_dict", "is not supported; give numb_steps and model_prob")
         probabilities = self.training.take("model_prob")
         if probabilities:
             probabilities = _by_branch(

@@ -150,10 +150,10 @@ def _metric(item: NequIPSection, symbols: dict[str, str]) -> dict[str, float]:
 
 def _shares(item: NequIPSection, symbols: dict[str, str]) -> dict[str, float]:
     """Share of the error of each species in an error that is averaged by type; they add up to 1."""
-    given = item.mapping("per_type_coeffs")
-    if given and set(given) != set(symbols):
+    coefficients = item.mapping("per_type_coeffs")
+    if coefficients and set(coefficients) != set(symbols):
         raise item.refused("per_type_coeffs", f"must have a number for each of {', '.join(symbols)}")
-    return normalised({symbol: float(given.get(name, 1.0)) for name, symbol in symbols.items()})
+    return normalised({symbol: float(coefficients.get(name, 1.0)) for name, symbol in symbols.items()})
 
 
 def _field(item: NequIPSection) -> tuple[str, bool]:

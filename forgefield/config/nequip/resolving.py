@@ -1,7 +1,7 @@
 """Interpolations of a NequIP config: OmegaConf's own, and NequIP's resolvers that compute with plain values.
 
-Statistics of the training data and Hydra's folder are not known here; texts stand for them. Resolvers that open files of models
-or data are refused.
+Statistics of the training data and Hydra's folder are not available here; placeholders are used instead. Resolvers that open
+files of models or data are refused.
 """
 
 from __future__ import annotations

@@ -24,17 +24,17 @@ class NequIPSection(Section):
     program: ClassVar[str] = "NequIP"
     comment: ClassVar[str | None] = None
 
-    def target(self, known: Collection[str], default: str | None = None) -> str:
-        """Name of the class that `_target_` names, without its module; one of `known`."""
+    def target(self, classes: Collection[str], default: str | None = None) -> str:
+        """Name of the class that `_target_` names, without its module; one of `classes`."""
         value = self.take("_target_", default)
         if not isinstance(value, str):
             raise ForgefieldError(f"{self.file}: '{self.path('_target_')}' is missing; it names a class of NequIP.")
         name = value.rpartition(".")[2]
-        if name not in known:
-            hint = did_you_mean(name, known)
+        if name not in classes:
+            hint = did_you_mean(name, classes)
             raise ForgefieldError(
                 f"{self.file}: '{self.path('_target_')}' is {value}, which is not translated; supported are "
-                f"{', '.join(known)}.{hint}"
+                f"{', '.join(classes)}.{hint}"
             )
         return name
 

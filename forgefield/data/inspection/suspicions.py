@@ -155,11 +155,11 @@ def _energy_outliers(table: FrameTable) -> list[str]:
     per_atom = np.asarray(part.column("energy"), dtype=np.float64) / n
     group = np.unique(shares, axis=0, return_inverse=True)[1].reshape(-1)
     order = np.argsort(group, kind="stable")
-    deviation, found = np.zeros(len(n)), []
+    deviation, isolated = np.zeros(len(n)), []
     for rows in np.split(order, np.flatnonzero(np.diff(group[order])) + 1):
         deviation[rows] = np.abs(per_atom[rows] - np.median(per_atom[rows]))
-        found.append(_isolated(rows, deviation[rows]))
-    outliers = np.concatenate(found)
+        isolated.append(_isolated(rows, deviation[rows]))
+    outliers = np.concatenate(isolated)
     outliers = outliers[np.argsort(-deviation[outliers], kind="stable")]
     if not len(outliers):
         return []

@@ -366,8 +366,8 @@ def is_none(name: str) -> bool:
 def _named(raw: RawFrame, label: str, name: str) -> Any:
     if name == CALCULATOR:
         return raw.results.get(label)
-    places = (raw.arrays, raw.info) if label == "forces" else (raw.info, raw.arrays)
-    for values in (*places, raw.results):
+    containers = (raw.arrays, raw.info) if label == "forces" else (raw.info, raw.arrays)
+    for values in (*containers, raw.results):
         if name in values:
             return values[name]
     return None

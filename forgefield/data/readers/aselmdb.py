@@ -42,7 +42,7 @@ class AseLmdbReader(Reader):
 def read_aselmdb(path: Path, start: int = 0, stop: int | None = None) -> Iterator[RawFrame]:
     """Frames start to stop; key-value pairs and data of a row count as its info, calculator results as results."""
     with open_lmdb(path) as file:
-        for index, position in enumerate(_places(file)[start:stop].tolist(), start):
+        for index, position in enumerate(_record_positions(file)[start:stop].tolist(), start):
             where = f"{path}, frame {index} (id {file.keys[position].decode()})"
             row = _decode(file.value(position), where)
             try:
@@ -55,10 +55,10 @@ def read_aselmdb(path: Path, start: int = 0, stop: int | None = None) -> Iterato
 def count_aselmdb(path: Path) -> int:
     """Number of rows that are not deleted."""
     with open_lmdb(path) as file:
-        return len(_places(file))
+        return len(_record_positions(file))
 
 
-def _places(file: LmdbFile) -> np.ndarray:
+def _record_positions(file: LmdbFile) -> np.ndarray:
     return _listed(file.path, *file.state)
 
 

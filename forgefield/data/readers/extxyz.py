@@ -244,7 +244,7 @@ def _flat_numbers(values: object) -> list[float]:
 
 def _numbers(arrays: dict[str, Any], where: str) -> np.ndarray:
     """Atomic numbers from the column of symbols or that of numbers. Where there are both, they must agree."""
-    candidates = [_whole(arrays.pop(name), name, where) for name in _NUMBER_COLUMNS if name in arrays]
+    candidates = [_integers(arrays.pop(name), name, where) for name in _NUMBER_COLUMNS if name in arrays]
     if "species" in arrays:
         words = arrays.pop("species")
         words = list(map(str, words.tolist())) if isinstance(words, np.ndarray) else words
@@ -264,7 +264,7 @@ def _numbers(arrays: dict[str, Any], where: str) -> np.ndarray:
     return candidates[0]
 
 
-def _whole(values: object, name: str, where: str) -> np.ndarray:
+def _integers(values: object, name: str, where: str) -> np.ndarray:
     """A column of atomic numbers, (n_atoms,)."""
     array = np.asarray(values)
     if array.ndim != 1 or array.dtype.kind not in "fi":

@@ -19,6 +19,7 @@ from forgefield.data.dataset import GraphDataset
 from forgefield.data.sampling.by_source import WholeBatches
 from forgefield.data.sampling.order import EpochOrder, EveryFrameOnce
 from forgefield.data.sampling.plan import Budget, EpochPlan, StepPlan, fitting
+from forgefield.data.sampling.resident import ResidentFrames
 from forgefield.errors import ForgefieldError
 
 T = TypeVar("T")
@@ -64,6 +65,8 @@ class FrameLoader:
         self.rank, self.world_size = rank, world_size
         self.workers, self.pin = workers, pin
         self.keys, self.noise = keys, noise
+        self.resident: ResidentFrames | None = None
+        """The frames on the device of the model, if they stay there; batches are then made there."""
         self.prefetch = 2 * workers if prefetch is None else prefetch
         self.epoch = 0
         self._costs = self._cost_of_frames()
@@ -228,6 +231,9 @@ class FrameLoader:
         self._start_at_rest = False
 
         epoch = self.epoch
+        if self.resident is not None:
+            yield from self._resident_batches(self.resident, rows, plan, epoch)
+            return
 
         def prepare(step: int) -> Batch:
             positions = plan.share(step, self.rank)
@@ -237,6 +243,24 @@ class FrameLoader:
             yield from map(prepare, range(len(plan)))
         else:
             yield from prepared_ahead(prepare, len(plan), self.workers, max(self.prefetch, 1))
+
+    def _resident_batches(
+        self, resident: ResidentFrames, rows: np.ndarray, plan: EpochPlan, epoch: int
+    ) -> Iterator[Batch]:
+        if self.noise is not None:
+            raise ValueError("noise is added to frames on the host")
+        shares = [plan.share(step, self.rank) for step in range(len(plan))]
+        positions = np.concatenate([*shares, np.empty(0, dtype=np.int64)])
+        keys = self.keys
+
+        def additional(frames: slice) -> dict[str, np.ndarray]:
+            return {} if keys is None else {"frame_key": frame_keys(keys, epoch, positions[frames])}
+
+        for batch in resident.batches(rows[positions], [len(share) for share in shares], additional):
+            if keys is not None and "frame_key" not in batch:  # a blank frame
+                number = torch.from_numpy(frame_keys(keys, epoch, np.zeros(1, dtype=np.int64)))
+                batch = batch | {"frame_key": number.to(resident.device)}
+            yield batch
 
     def _batch(self, rows: np.ndarray, epoch: int, positions: np.ndarray) -> Batch:
         """positions: of these frames in the order of the epoch, which is the same for any number of ranks."""

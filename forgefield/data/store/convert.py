@@ -294,7 +294,7 @@ def _write_parts(
     others = multiprocessing.active_children()
     with ProcessPoolExecutor(min(workers, len(missing)), mp_context=context, initializer=_end_with_parent) as pool:
         with interrupts_blocked():  # the processes are started here
-            jobs = {pool.submit(_write_whole_part, partial / _name(i), parts[i], settings): i for i in missing}
+            jobs = {pool.submit(_write_part, partial / _name(i), parts[i], settings): i for i in missing}
         try:
             for job in as_completed(jobs):
                 report(job.result())
@@ -318,7 +318,7 @@ def _end_with_parent() -> None:
     threading.Thread(target=wait, daemon=True).start()
 
 
-def _write_whole_part(target: Path, units: list[Unit], settings: Settings) -> int:
+def _write_part(target: Path, units: list[Unit], settings: Settings) -> int:
     return sum(write_part(target, units, settings))
 
 

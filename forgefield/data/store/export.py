@@ -18,7 +18,7 @@ from ase.data import chemical_symbols
 
 from forgefield.data.frame import Frame
 from forgefield.errors import ForgefieldError
-from forgefield.files import written_whole
+from forgefield.files import written_atomically
 
 WEIGHT = "config_weight"
 """Name of the weight of a frame, written where it is not 1."""
@@ -42,7 +42,7 @@ def write_frames(frames: Iterable[Frame], path: Path, progress: Callable[[int], 
     if not is_writable(path):
         raise ForgefieldError(f"{path}: frames are written to files that end in {writable_suffixes()}")
     n_frames = n_atoms = 0
-    with written_whole(path) as partial:
+    with written_atomically(path) as partial:
         with _WRITERS[path.suffix.lower()](partial) as write:
             for frame in frames:
                 write(frame)

@@ -22,7 +22,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from forgefield.errors import ForgefieldError
-from forgefield.files import cache_folder, written_whole
+from forgefield.files import cache_folder, written_atomically
 
 SOURCE = Path(__file__).parent / "plugin" / "pair_forgefield.cpp"
 PLUGIN = "forgefieldplugin.so"
@@ -139,7 +139,7 @@ def _compile(lammps: Installation, definitions: Mapping[str, str], target: Path)
     compiler = _compiler(lammps)
     includes = [lammps.headers] if lammps.mpi is None else [lammps.headers, lammps.mpi / "include"]
     print(f"Compiling the LAMMPS plugin (once for LAMMPS {lammps.version}): {target}", file=sys.stderr, flush=True)
-    with written_whole(target) as partial:
+    with written_atomically(target) as partial:
         command = [compiler, "-O2", "-fPIC", "-shared", "-std=c++17", *(f"-I{folder}" for folder in includes)]
         command += [*(f"-D{name}={value}" for name, value in definitions.items()), str(SOURCE), "-o", str(partial)]
         if sys.platform == "darwin":

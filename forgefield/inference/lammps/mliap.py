@@ -18,7 +18,7 @@ from torch import Tensor
 
 from forgefield.config.trust import NO_CODE
 from forgefield.errors import ForgefieldError
-from forgefield.files import written_whole
+from forgefield.files import written_atomically
 from forgefield.inference.lammps.evaluator import Evaluator, Exchange, Share, require_supported
 from forgefield.models.building import build_model
 from forgefield.models.resolving import single_branch
@@ -156,6 +156,6 @@ def write_mliap(run: Run, path: str | os.PathLike[str], *, which: str = "best", 
     precision = str(potential.interface.weight_dtype() or torch.float64).removeprefix("torch.")
     model = MliapModel(options, state, precision)
     target = Path(path)
-    with written_whole(target) as partial:
+    with written_atomically(target) as partial:
         torch.save(model, partial, pickle_protocol=4)  # which stores bytes as they are
     return target

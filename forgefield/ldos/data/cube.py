@@ -19,7 +19,7 @@ import numpy as np
 
 from forgefield.config.nearest import did_you_mean
 from forgefield.errors import ForgefieldError
-from forgefield.files import written_whole
+from forgefield.files import written_atomically
 from forgefield.ldos.data.info import read_info
 from forgefield.ldos.data.rows import require_file, require_new_array
 from forgefield.ldos.data.snapshot_files import base_name
@@ -202,7 +202,7 @@ def cubes_to_array(
     first = read_grid_file(files[0])
     shape = (*first.values.shape, len(files))
     group = max(1, group_bytes // (first.values.size * np.dtype(dtype).itemsize))
-    with written_whole(out) as partial:
+    with written_atomically(out) as partial:
         array = np.lib.format.open_memmap(partial, mode="w+", dtype=np.dtype(dtype), shape=shape)
         for start in range(0, len(files), group):
             levels = np.empty((*shape[:3], min(group, len(files) - start)), dtype=dtype)

@@ -13,7 +13,7 @@ from ase.data import chemical_symbols
 from forgefield.data.options import LabelOptions, UnitOptions
 from forgefield.data.reading import read_table
 from forgefield.errors import ForgefieldError
-from forgefield.files import written_whole
+from forgefield.files import written_atomically
 from forgefield.ldos.data.info import read_info
 from forgefield.ldos.data.rows import require_file, require_new_array
 from forgefield.ldos.descriptor_options import DescriptorOptions
@@ -54,7 +54,7 @@ def write_descriptors(
     descriptors = make_descriptors(options or DescriptorOptions(), species)
     values = descriptors.on_grid(atoms.cell, atoms.positions, atoms.numbers, atoms.pbc, shape, device)
     array = values.cpu().numpy().astype(dtype)
-    with written_whole(out) as partial:
+    with written_atomically(out) as partial:
         np.save(partial, array)
     return array.shape
 

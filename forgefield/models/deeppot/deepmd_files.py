@@ -97,12 +97,12 @@ def _read_checkpoint(path: Path, head: str | None = None) -> Tree:
         )
     several = settings.get("model_dict")
     if (several is None) != (head is None) or (several is not None and head not in several):
-        known = (
+        contents = (
             f"it contains several models ({', '.join(several)}); choose one with --head"
             if several
             else "it contains one"
         )
-        raise ForgefieldError(f"{path}: {known}" + ("." if head is None else f", and not '{head}'."))
+        raise ForgefieldError(f"{path}: {contents}" + ("." if head is None else f", and not '{head}'."))
     settings = settings if several is None else several[head]
     prefix = re.compile(rf"^model\.{re.escape(head or 'Default')}\.(atomic_model\.)?")
     arrays = {

@@ -103,8 +103,8 @@ def network_tree(networks: Networks, number: int, kind: str) -> Tree:
     }
     tree |= {"out_dim": sizes[-1], "bias_out": True} if is_fitting else {"bias": True}
     tree["layers"] = [
-        affine_tree(layer, number, precision, resnet=not (is_fitting and place == last))
-        for place, layer in enumerate(networks.layers)
+        affine_tree(layer, number, precision, resnet=not (is_fitting and index == last))
+        for index, layer in enumerate(networks.layers)
     ]
     return tree
 

@@ -22,7 +22,7 @@ except ImportError:  # PyYAML without libyaml
 
 from forgefield._version import __version__
 from forgefield.errors import ForgefieldError
-from forgefield.files import written_whole
+from forgefield.files import written_atomically
 from forgefield.models.deeppot.deepmd_attention import attention_tree
 from forgefield.models.deeppot.deepmd_networks import Tree, fitting_tree, precision_of
 from forgefield.models.deeppot.fitting import Fitting
@@ -56,7 +56,7 @@ def write_deepmd(potential: Potential, path: str | os.PathLike[str], *, sel: Seq
             f"this model also predicts {', '.join(potential.extra_outputs)}, which DeePMD-kit does not support."
         )
     tree = model_tree(model, None if sel is None else list(sel))
-    with written_whole(path) as temporary:
+    with written_atomically(path) as temporary:
         writers[path.suffix](Path(temporary), tree)
     return path
 

@@ -225,9 +225,9 @@ def expand(networks: Networks, scalars: Tensor) -> Expansion | None:
     for nodes in NODES:
         if scalars.shape[0] < WORTH * nodes * networks.count:
             return None
-        places = middle + half * torch.cos((torch.arange(nodes, dtype=torch.float64) + 0.5) * (math.pi / nodes))
+        abscissae = middle + half * torch.cos((torch.arange(nodes, dtype=torch.float64) + 0.5) * (math.pi / nodes))
         groups = Groups.in_order([nodes] * networks.count)
-        values = networks(places.repeat(networks.count).unsqueeze(1), groups).unflatten(0, (networks.count, nodes))
+        values = networks(abscissae.repeat(networks.count).unsqueeze(1), groups).unflatten(0, (networks.count, nodes))
         coefficients = torch.matmul(_transform(nodes), values)
         sizes = coefficients.detach().abs().amax((0, 2))
         large = (sizes > ROUNDING[networks.dtype] * sizes.max()).nonzero()

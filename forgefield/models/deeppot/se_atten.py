@@ -185,7 +185,7 @@ class SeAtten(Descriptor[SeAttenOptions | SeAttenV2Options]):
     Options: ClassVar[type[SeAttenOptions] | type[SeAttenV2Options]] = SeAttenOptions
     mixed_types = True
     attention: list[AttentionLayer]
-    kept: Tensor
+    included_pairs: Tensor
 
     def __init__(
         self,
@@ -226,8 +226,8 @@ class SeAtten(Descriptor[SeAttenOptions | SeAttenV2Options]):
         assert options.davg is not None
         assert options.dstd is not None
         self.standardise = Standardise(options.davg, options.dstd, shift_rows=self.room is not None)
-        kept = torch.tensor(excluded_kinds(options.exclude_types, len(self.species)), dtype=torch.bool)
-        self.register_buffer("kept", kept, persistent=False)
+        included = torch.tensor(excluded_kinds(options.exclude_types, len(self.species)), dtype=torch.bool)
+        self.register_buffer("included_pairs", included, persistent=False)
 
     def _attention_layer(self, make: dict[str, Any]) -> AttentionLayer:
         options = self.options
@@ -278,7 +278,7 @@ class SeAtten(Descriptor[SeAttenOptions | SeAttenV2Options]):
         centre, neighbour = species.index_select(0, graph.destination), species.index_select(0, graph.source)
         seen = within
         if options.exclude_types:
-            seen = within & self.kept.index_select(0, centre * len(self.species) + neighbour)
+            seen = within & self.included_pairs.index_select(0, centre * len(self.species) + neighbour)
         rows = environment_rows(vectors, options.rcut_smth, self.cutoff, options.env_protection)
         rows, scalars = self.standardise(rows, centre)
         directions = rows[:, 1:] * rows[:, 1:].square().sum(1, keepdim=True).clamp(min=1e-24).rsqrt()

@@ -252,9 +252,9 @@ class SeE2A(TwoBodyDescriptor[SeE2AOptions]):
         elif self.sel is not None:
             self.empty_slots(species, neighbour, graph, mask)
         total = total / _norm(options)
-        turned = total.transpose(1, 2)
-        descriptor = torch.bmm(turned, total[:, :, : options.axis_neuron])
-        return descriptor.flatten(1), turned[:, :, 1:]
+        transposed = total.transpose(1, 2)
+        descriptor = torch.bmm(transposed, total[:, :, : options.axis_neuron])
+        return descriptor.flatten(1), transposed[:, :, 1:]
 
 
 RADIAL_SCALE = 0.2

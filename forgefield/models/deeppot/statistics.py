@@ -170,7 +170,7 @@ def environment_statistics(
     rows = RowStatistics(options, descriptor, len(species), cutoff)
     names = sorted(options.branches)
     outputs = _output_statistics(fitting_class, fitting, options, len(species))
-    of_branches = {name: EnergyFit(len(species), fitting, place) for place, name in enumerate(names)}
+    of_branches = {name: EnergyFit(len(species), fitting, index) for index, name in enumerate(names)}
     parameters = {name: ParameterStatistics(name, fitting) for name in ("fparam", "aparam")}
     for batch in batches:
         rows.add(batch)

@@ -211,11 +211,11 @@ class PolarFitting(TensorFitting[PolarOptions]):
         rotation, species = self._rotation(rotation), batch["species"]
         matrix = self.network(descriptor, batch).double()
         if self.options.fit_diag:
-            turned = matrix.unsqueeze(2) * rotation
+            rotated = matrix.unsqueeze(2) * rotation
         else:
             matrix = matrix.unflatten(1, (self.dim_rotation, self.dim_rotation))
-            turned = torch.bmm(0.5 * (matrix + matrix.transpose(1, 2)), rotation)
-        values = torch.bmm(rotation.transpose(1, 2), turned)
+            rotated = torch.bmm(0.5 * (matrix + matrix.transpose(1, 2)), rotation)
+        values = torch.bmm(rotation.transpose(1, 2), rotated)
         if self.options.shift_diag:
             unit = torch.eye(3, dtype=values.dtype, device=values.device)
             values = values + self.out_bias.index_select(0, species).view(-1, 1, 1) * unit

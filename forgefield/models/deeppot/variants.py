@@ -89,21 +89,21 @@ def fitting_section(
 def owners(branches: Mapping[str, Any]) -> list[int]:
     """For each branch, in the order of names, the index of its networks."""
     names = sorted(branches)
-    numbers = {name: place for place, name in enumerate(n for n in names if not branches[n].get("share"))}
+    numbers = {name: index for index, name in enumerate(n for n in names if not branches[n].get("share"))}
     return [numbers[branches[name].get("share") or name] for name in names]
 
 
 def draw_branches(fitting: Fitting, branches: Mapping[str, Any]) -> None:
     """Draw the initial weights of branches whose fitting network has a seed."""
     number = owners(branches)
-    for place, name in enumerate(sorted(branches)):
+    for index, name in enumerate(sorted(branches)):
         seed = branches[name]["fitting_net"].get("seed")
         if seed is None or branches[name].get("share"):
             continue
         generator = torch.Generator().manual_seed(seed)
         for network in range(fitting.per_branch):
             for layer in fitting.networks.layers:
-                layer.draw(number[place] * fitting.per_branch + network, generator)
+                layer.draw(number[index] * fitting.per_branch + network, generator)
 
 
 def single(
@@ -120,7 +120,7 @@ def single(
         raise ForgefieldError(
             f"the model has the branches {', '.join(names)}, and {asked} (head=NAME, --head NAME).{hint}"
         )
-    section, place, n_species = branches[name], names.index(name), len(resolved["species"])
+    section, index, n_species = branches[name], names.index(name), len(resolved["species"])
     options = {**resolved, "branches": {}, "fitting_net": section["fitting_net"], "out_bias": section["out_bias"]}
     number, n_networks = owners(branches), max(owners(branches)) + 1
     if state is None:
@@ -129,8 +129,8 @@ def single(
     for key, tensor in state.items():
         if key.startswith("model.fitting.networks."):
             size = tensor.shape[0] // n_networks
-            branch_state[key] = tensor[number[place] * size : (number[place] + 1) * size].clone()
-    branch_state["model.out_bias"] = state["model.out_bias"][place * n_species : (place + 1) * n_species].clone()
+            branch_state[key] = tensor[number[index] * size : (number[index] + 1) * size].clone()
+    branch_state["model.out_bias"] = state["model.out_bias"][index * n_species : (index + 1) * n_species].clone()
     return options, branch_state
 
 
@@ -201,11 +201,11 @@ def extended_state(fresh: Mapping[str, Tensor], old: Mapping[str, Tensor], n_old
             state[name] = before
             continue
         state[name] = tensor.clone()
-        state[name][_places(name, before.shape[0], n_old, n_new)] = before.to(tensor.dtype)
+        state[name][_rows_in_new_table(name, before.shape[0], n_old, n_new)] = before.to(tensor.dtype)
     return state
 
 
-def _places(name: str, count: int, n_old: int, n_new: int) -> list[int]:
+def _rows_in_new_table(name: str, count: int, n_old: int, n_new: int) -> list[int]:
     """Indices of the old entries along the first axis of an extended tensor."""
     if count == n_old * n_old and name.startswith("model.descriptor.networks.") and n_old > 1:
         return [a * (n_old + n_new) + b for a in range(n_old) for b in range(n_old)]

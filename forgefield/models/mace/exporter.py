@@ -19,7 +19,7 @@ from ase.data import atomic_numbers
 from torch import Tensor
 
 from forgefield.errors import ForgefieldError
-from forgefield.files import written_whole
+from forgefield.files import written_atomically
 from forgefield.models.mace.basis import full_basis_map, full_tensor
 from forgefield.models.mace.importer import INTERACTIONS, READOUTS
 from forgefield.models.mace.model import MACE
@@ -43,7 +43,7 @@ def write_mace(potential: Potential, path: str | os.PathLike[str], *, sel: Seque
     if potential.extra_outputs or potential.forces_are_direct:
         names = ", ".join(potential.extra_outputs) or "forces that are not the derivative of its energy"
         raise ForgefieldError(f"this model also predicts {names}, which mace-torch does not support.")
-    with written_whole(path) as temporary:
+    with written_atomically(path) as temporary:
         torch.save(_Module(constructor_arguments(model), mace_state(model), model.weight_dtype()), temporary)
     return path
 

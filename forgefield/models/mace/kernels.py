@@ -26,7 +26,7 @@ from forgefield.kernels.radial.table import Intervals
 from forgefield.models.edges import Batch, EdgeContext
 from forgefield.models.interface import Tangents
 from forgefield.models.mace.interaction import EdgeInputs
-from forgefield.models.mace.passes import Atoms, EdgePass, Layer, MovedPass, compile_layers, moving
+from forgefield.models.mace.passes import Atoms, EdgePass, Layer, MovedPass, compile_layers, layer_weights, moving
 from forgefield.models.mace.tables import radial_tables
 from forgefield.ops.autograd import carried, side_by_side, tangent_of
 from forgefield.ops.execution import current
@@ -74,8 +74,10 @@ def scalars_at_rest(
     trained = edges.memory is not None
     tables, stored = _start_tables(model, trained) if in_tables(model) else (None, None)
     atoms = _atoms(model, species, trained)
-    pairs = zip(model.interactions, model.products)
-    layers = [Layer(*pair, graph, atoms, first=number == 0) for number, pair in enumerate(pairs)]
+    with torch.set_grad_enabled(torch.is_grad_enabled() and trained):
+        weights = layer_weights(model.interactions, model.products)
+    parts = zip(model.interactions, model.products, weights)
+    layers = [Layer(*part, graph, atoms, first=number == 0) for number, part in enumerate(parts)]
     at = position = direction = None
     if tables is None:
         assert lengths is not None
@@ -129,7 +131,9 @@ def _species_table(model: MACE) -> Tensor:
 
 def _atoms(model: MACE, species: Tensor, trained: bool) -> Atoms:
     n_species = len(model.species)
-    return Atoms(species, n_species, sort_by_species(species, n_species) if trained and n_species > 1 else None)
+    numbers = torch.arange(n_species, device=species.device)
+    one_hot = (species.unsqueeze(1) == numbers).to(model.embedding.dtype)
+    return Atoms(species, one_hot, sort_by_species(species, n_species) if trained and n_species > 1 else None)
 
 
 def _start_tables(model: MACE, trained: bool) -> tuple[list[RadialTable], list[Concurrent[StoredTable]]]:

@@ -25,7 +25,8 @@ from forgefield.kernels.dense.products import AtomsBySpecies
 from forgefield.kernels.radial.layer import RadialTable
 from forgefield.kernels.radial.table import Intervals, TableGradient
 from forgefield.ops.autograd import AutogradContext, Gradients, TypedFunction
-from forgefield.ops.graph import EdgeGraph, Segments, gather
+from forgefield.ops.graph import EdgeGraph
+from forgefield.ops.linear import IrrepsLinear, SpeciesLinear, product_by_species
 from forgefield.ops.products import is_lowered, product
 
 if TYPE_CHECKING:
@@ -34,11 +35,63 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Atoms:
-    """species: (n_atoms,). by_species: atoms sorted by species, where gradients of weights of several species are computed."""
+    """species: (n_atoms,). one_hot: (n_atoms, n_species). by_species: atoms sorted by species, where gradients of weights of
+    several species are computed."""
 
     species: Tensor
-    n_species: int
+    one_hot: Tensor
     by_species: AtomsBySpecies | None
+
+    @property
+    def n_species(self) -> int:
+        return self.one_hot.shape[1]
+
+
+@dataclass(frozen=True)
+class LayerWeights:
+    """Weights of a layer as its passes use them.
+
+    up, sums, results: (c, d) for each block, of the linear maps before and after the sum over neighbours, and after the
+    polynomials. residual: (c, n_species, d) for each of `residual_pairs`; empty for other interactions than `residual`. table:
+    weights of polynomials, (n_species or 1, n_weights, channels).
+    """
+
+    up: list[Tensor]
+    sums: list[Tensor]
+    results: list[Tensor]
+    residual: list[Tensor]
+    table: Tensor
+
+    def detached(self) -> LayerWeights:
+        up, sums, results, residual = (
+            [matrix.detach() for matrix in part] for part in (self.up, self.sums, self.results, self.residual)
+        )
+        return LayerWeights(up, sums, results, residual, self.table.detach())
+
+
+def layer_weights(interactions: Sequence[Interaction], products: Sequence[Product]) -> list[LayerWeights]:
+    """Of all layers. Weights of linear maps are scaled together, and their gradients together."""
+    linears: list[IrrepsLinear | SpeciesLinear] = []
+    for interaction, polynomials in zip(interactions, products):
+        linears += [interaction.linear_up, interaction.linear, polynomials.linear]
+        linears += [interaction.by_species] if interaction.kind == "residual" else []
+    scaled = torch.cat([x.weight for x in linears]) * torch.cat([x.norm for x in linears])
+    parts = iter(scaled.split([size for x in linears for size in x.sizes]))
+
+    def matrices(linear: IrrepsLinear) -> list[Tensor]:
+        return [next(parts).view(shape) for shape in linear.channels]
+
+    result = []
+    for interaction, polynomials in zip(interactions, products):
+        up, sums, results = map(matrices, (interaction.linear_up, interaction.linear, polynomials.linear))
+        by_species = interaction.by_species if interaction.kind == "residual" else None
+        residual = (
+            []
+            if by_species is None
+            else [next(parts).view(c, by_species.n_embedding, d) for c, d in by_species.channels]
+        )
+        result.append(LayerWeights(up, sums, results, residual, polynomials.table().contiguous()))
+    return result
 
 
 @dataclass(frozen=True)
@@ -75,15 +128,17 @@ class Layer:
     """One layer on one batch, with what the first pass leaves for the second."""
 
     def __init__(
-        self, interaction: Interaction, polynomials: Product, graph: EdgeGraph, atoms: Atoms, *, first: bool
+        self,
+        interaction: Interaction,
+        polynomials: Product,
+        weights: LayerWeights,
+        graph: EdgeGraph,
+        atoms: Atoms,
+        *,
+        first: bool,
     ) -> None:
-        self.interaction, self.product, self.graph, self.atoms, self.first = (
-            interaction,
-            polynomials,
-            graph,
-            atoms,
-            first,
-        )
+        self.interaction, self.product, self.weights = interaction, polynomials, weights
+        self.graph, self.atoms, self.first = graph, atoms, first
         self.form = form_of_interaction(interaction)
         like = interaction.linear.weight.detach()
         self.x, self.to_x = (new_field(self.form.features, graph.n_atoms, like) for _ in range(2))
@@ -104,32 +159,43 @@ class Layer:
     # ---- the two passes: blocks of stacks -> blocks of stacks. In the first layer, blocks are those of species.
 
     def at_rest(self, blocks: list[Tensor], edges: EdgePass) -> list[Tensor]:
-        sent = self._sent(blocks, trained=False)
-        matrices = [matrix.detach() for matrix in self.interaction.linear.matrices()]
-        sums = _Sums.apply(self, edges.harmonics, edges.radial, matrices, *edges.tracked, *sent)
-        features, residual = self._features(list(sums), sent, blocks, edges.density)
-        return self._new_features(features, residual, trained=False)
+        weights = self.weights.detached()
+        sent = self._sent(blocks, weights)
+        sums = _Sums.apply(self, edges.harmonics, edges.radial, weights.sums, *edges.tracked, *sent)
+        features, residual = self._features(list(sums), sent, blocks, weights, edges.density)
+        if not self.by_kernels:
+            return self._by_reference(features, weights, residual)
+        results = _Contracted.apply(self, weights.table, *(stack.contiguous() for stack in features))
+        return self._new_blocks(list(results), weights, residual)
 
     def moved(self, blocks: list[Tensor], edges: MovedPass) -> list[Tensor]:
-        sent = self._sent(blocks, trained=True)
-        sums = _MovingSums.apply(self, edges, *edges.tracked, *self.interaction.linear.matrices(), *sent)
-        features, residual = self._features(list(sums), sent, blocks, edges.density)
-        return self._new_features(features, residual, trained=True)
+        weights = self.weights
+        sent = self._sent(blocks, weights)
+        sums = _MovingSums.apply(self, edges, *edges.tracked, *weights.sums, *sent)
+        features, residual = self._features(list(sums), sent, blocks, weights, edges.density)
+        if not self.by_kernels:
+            return self._by_reference(features, weights, residual)
+        results = _MovingContracted.apply(self, weights.table, *(stack.contiguous() for stack in features))
+        return self._new_blocks(list(results), weights, residual)
 
-    def _sent(self, blocks: list[Tensor], *, trained: bool) -> list[Tensor]:
-        """What neighbours read, in the first layer values alone. trained: with a gradient in the weights."""
-        interaction = self.interaction
-        mixed = _mapped([blocks[i] for i in interaction.up_from], interaction.linear_up.matrices(), trained)
+    def _sent(self, blocks: list[Tensor], weights: LayerWeights) -> list[Tensor]:
+        """What neighbours read, in the first layer values alone."""
+        mixed = [linear(blocks[i], matrix) for i, matrix in zip(self.interaction.up_from, weights.up)]
         return [self._of_atoms(stack, 1) for stack in mixed] if self.first else mixed
 
     def _features(
-        self, sums: list[Tensor], sent: list[Tensor], blocks: list[Tensor], density: Tensor | None
+        self,
+        sums: list[Tensor],
+        sent: list[Tensor],
+        blocks: list[Tensor],
+        weights: LayerWeights,
+        density: Tensor | None,
     ) -> tuple[list[Tensor], list[Tensor] | None]:
         """Features that polynomials are taken of, and what is added to the result."""
         interaction, species, n_rows = self.interaction, self.atoms.species, sums[0].shape[0]
         if interaction.kind == "residual":
             complete = interaction.complete([stack.flatten(0, 1) for stack in sums])
-            return [x.unflatten(0, (n_rows, -1)) for x in complete], self._residual(blocks)
+            return [x.unflatten(0, (n_rows, -1)) for x in complete], self._residual(blocks, weights)
         inputs = [*sums, *(_with_tangents(x, n_rows) for x in sent), *(self._of_atoms(x, n_rows) for x in blocks)]
         inputs += [] if density is None else [density.unsqueeze(0) if n_rows == 1 else density.transpose(0, 1)]
 
@@ -142,36 +208,47 @@ class Layer:
         new, residual = cut_list(moving(finish, inputs), [len(interaction.targets)])
         return new, residual or None
 
-    def _residual(self, blocks: list[Tensor]) -> list[Tensor]:
-        """Old features mapped by species. In the first layer they depend on species alone, and are values."""
-        interaction, species = self.interaction, self.atoms.species
-        if self.first:
-            numbers = torch.arange(self.atoms.n_species, device=species.device)
-            tables = interaction.residual([block.squeeze(0) for block in blocks], numbers)
-            return [self._of_atoms(table.unsqueeze(0), 1) for table in tables]
-        n_rows = blocks[0].shape[0]
-        mapped = interaction.residual([block.flatten(0, 1) for block in blocks], species.repeat(n_rows))
-        return [x.unflatten(0, (n_rows, -1)) for x in mapped]
+    def _residual(self, blocks: list[Tensor], weights: LayerWeights) -> list[Tensor]:
+        """Old features mapped by species, one stack for each of `kept`. In the first layer they depend on species alone."""
+        interaction, like = self.interaction, blocks[0]
+        result = [like.new_zeros(())] * len(interaction.kept)
+        for (i, j), matrix in zip(interaction.residual_pairs, weights.residual):
+            if self.first:
+                table = torch.bmm(blocks[i].squeeze(0), matrix.transpose(0, 1))
+                mapped = self._of_atoms(table.unsqueeze(0), 1)
+            else:
+                mapped = self._by_species(blocks[i], matrix)
+            result[j] = mapped if result[j].dim() == 0 else result[j] + mapped
+        return result
+
+    def _by_species(self, x: Tensor, matrix: Tensor) -> Tensor:
+        """x (R, n_atoms, k, c) times the matrix of each atom's species. matrix: (c, n_species, d)."""
+        count = self.atoms.n_species
+        if count > ONE_HOT_UP_TO:
+            species = self.atoms.species.repeat(len(x))
+            return product_by_species(x.flatten(0, 1), matrix.transpose(0, 1), species).view(*x.shape[:3], -1)
+        if count > 1:
+            x = (x.unsqueeze(4) * self.atoms.one_hot.view(1, -1, 1, 1, count)).flatten(3)
+        return linear(x, matrix.flatten(0, 1))
 
     def _of_atoms(self, stack: Tensor, n_rows: int) -> Tensor:
         """Features of atoms; those of the first layer are given for species."""
         if self.first:
-            stack = gather(stack.squeeze(0), Segments(self.atoms.species, self.atoms.n_species)).unsqueeze(0)
+            stack = _OfAtoms.apply(stack.squeeze(0), self.atoms).unsqueeze(0)
         return _with_tangents(stack, n_rows)
 
-    def _new_features(self, features: list[Tensor], residual: list[Tensor] | None, *, trained: bool) -> list[Tensor]:
-        polynomials = self.product
-        if self.by_kernels:
-            table = polynomials.table()
-            table = (table if trained else table.detach()).contiguous()
-            function = _MovingContracted if trained else _Contracted
-            results = list(function.apply(self, table, *(stack.contiguous() for stack in features)))
-        else:
-            results = moving(lambda parts: polynomials.polynomials(parts, self.atoms.species), features)
-        new = _mapped(results, polynomials.linear.matrices(), trained)
-        if residual is None:
-            return new
-        return [x + old if len(old) == len(x) else torch.cat([x[:1] + old, x[1:]]) for x, old in zip(new, residual)]
+    def _by_reference(
+        self, features: list[Tensor], weights: LayerWeights, residual: list[Tensor] | None
+    ) -> list[Tensor]:
+        results = moving(lambda parts: self.product.polynomials(parts, self.atoms.species), features)
+        return self._new_blocks(results, weights, residual)
+
+    def _new_blocks(self, results: list[Tensor], weights: LayerWeights, residual: list[Tensor] | None) -> list[Tensor]:
+        added = [None] * len(results) if residual is None else residual
+        return [
+            linear(x, matrix, None if old is None or old.dim() == 0 else old)
+            for x, matrix, old in zip(results, weights.results, added)
+        ]
 
 
 def form_of_interaction(interaction: Interaction) -> Form:
@@ -185,7 +262,7 @@ def compile_layers(layers: Sequence[Layer], edges: Sequence[EdgePass]) -> None:
     planned = [layer.planned(edge_pass.radial) for layer, edge_pass in zip(layers, edges)]
     compile_together(planned, layers[0].graph, edges[0].harmonics)
     contractions = [
-        Contraction(layer.product.plan, layer.product.table().detach(), layer.atoms.species)
+        Contraction(layer.product.plan, layer.weights.table.detach(), layer.atoms.species)
         for layer in layers
         if layer.by_kernels
     ]
@@ -200,7 +277,7 @@ def moving(function: Callable[[list[Tensor]], list[Tensor]], stacks: Sequence[Te
     if stacks[0].shape[0] == 1:
         return [value.unsqueeze(0) for value in function([stack.squeeze(0) for stack in stacks])]
     with forward_ad.dual_level():
-        outputs = function([forward_ad.make_dual(stack[0], stack[1]) for stack in stacks])
+        outputs = function([forward_ad.make_dual(*stack.unbind()) for stack in stacks])
         pairs = [forward_ad.unpack_dual(value) for value in outputs]
         return [
             torch.stack([pair.primal, torch.zeros_like(pair.primal) if pair.tangent is None else pair.tangent])
@@ -210,10 +287,6 @@ def moving(function: Callable[[list[Tensor]], list[Tensor]], stacks: Sequence[Te
 
 def _with_tangents(stack: Tensor, n_rows: int) -> Tensor:
     return stack if len(stack) == n_rows else torch.cat([stack, torch.zeros_like(stack)])
-
-
-def _mapped(stacks: Sequence[Tensor], matrices: Sequence[Tensor], trained: bool) -> list[Tensor]:
-    return [linear(x, matrix if trained else matrix.detach()) for x, matrix in zip(stacks, matrices)]
 
 
 def cut_list(tensors: list[Tensor], lengths: Sequence[int]) -> list[list[Tensor]]:
@@ -227,27 +300,56 @@ def cut_list(tensors: list[Tensor], lengths: Sequence[int]) -> list[list[Tensor]
 
 ROWS = 2048
 """Rows that are summed by one product for the gradient of a matrix: libraries split long sums badly."""
+ONE_HOT_UP_TO = 16
+"""Number of species up to which one product with all matrices is cheaper than a copy of a matrix for each atom."""
 
 
-def linear(x: Tensor, matrix: Tensor) -> Tensor:
-    """x (..., c) times matrix (c, d)."""
-    result: Tensor = product(x, matrix) if is_lowered(x) else _Linear.apply(x, matrix)
-    return result
+def linear(x: Tensor, matrix: Tensor, start: Tensor | None = None) -> Tensor:
+    """x (R, n, k, c) times matrix (c, d), plus start (R or 1, n, k, d), whose tangents are zero if it has none."""
+    if is_lowered(x):
+        result: Tensor = product(x, matrix)
+        return result if start is None else result + _with_tangents(start, len(x))
+    made: Tensor = _Linear.apply(x, matrix, start)
+    return made
 
 
 class _Linear(TypedFunction):
     @staticmethod
-    def forward(ctx: AutogradContext, x: Tensor, matrix: Tensor) -> Tensor:
+    def forward(ctx: AutogradContext, x: Tensor, matrix: Tensor, start: Tensor | None) -> Tensor:
         ctx.save_for_backward(x, matrix)
-        return x @ matrix
+        ctx.n_added = 0 if start is None else len(start)
+        if start is None:
+            return x @ matrix
+        result = x.new_empty((*x.shape[:-1], matrix.shape[1]))
+        n = len(start)
+        rows, added = x[:n].flatten(0, -2), start.flatten(0, -2)
+        torch.addmm(added, rows, matrix, out=result[:n].flatten(0, -2))
+        if n < len(x):
+            torch.mm(x[n:].flatten(0, -2), matrix, out=result[n:].flatten(0, -2))
+        return result
 
     @staticmethod
     @torch.autograd.function.once_differentiable
     def backward(ctx: AutogradContext, to_result: Tensor) -> Gradients:
         x, matrix = ctx.saved_tensors
-        wants_x, wants_matrix = ctx.needs_input_grad
+        wants_x, wants_matrix, wants_start = ctx.needs_input_grad
         to_x = to_result @ matrix.t() if wants_x else None
-        return to_x, matrix_gradient(x.flatten(0, -2), to_result.flatten(0, -2)) if wants_matrix else None
+        to_matrix = matrix_gradient(x.flatten(0, -2), to_result.flatten(0, -2)) if wants_matrix else None
+        return to_x, to_matrix, to_result[: ctx.n_added] if wants_start else None
+
+
+class _OfAtoms(TypedFunction):
+    """Rows (n_species, ...) -> rows (n_atoms, ...)."""
+
+    @staticmethod
+    def forward(ctx: AutogradContext, rows: Tensor, atoms: Atoms) -> Tensor:
+        ctx.atoms, ctx.shape = atoms, rows.shape
+        return rows.index_select(0, atoms.species)
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx: AutogradContext, to_atoms: Tensor) -> Gradients:
+        return matrix_gradient(ctx.atoms.one_hot, to_atoms.flatten(1)).view(ctx.shape), None
 
 
 def matrix_gradient(x: Tensor, to_result: Tensor) -> Tensor:

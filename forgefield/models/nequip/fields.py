@@ -254,11 +254,11 @@ class _Row:
 
     def add(self, rows: int, width: int, n_species: int = 0, room: int = 0) -> MatrixLocation:
         """n_species: zero where the matrix is one for all."""
-        place = MatrixLocation(self.size, rows, width)
+        location = MatrixLocation(self.size, rows, width)
         self.parts.append(Matrix(n_species > 0, rows, width, self._n_weights, self.size))
         self._n_weights += rows * width * (self._n_embedding if n_species else 1)
         self.size += _round_up(max(room, rows * width * max(1, n_species)))
-        return place
+        return location
 
 
 def _round_up(number: int) -> int:

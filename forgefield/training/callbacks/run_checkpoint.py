@@ -1,4 +1,4 @@
-"""Saves checkpoints from which a run resumes exactly, and stops it on request.
+"""Saves checkpoints from which a run resumes exactly, regularly and on request, and stops it on request.
 
 Contract. A checkpoint is taken at the start of a batch: everything before it (optimiser step, average, schedulers, validation,
 rows of metrics) is complete, and nothing of the batch has been computed, so that a resumed run repeats and omits nothing. At
@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import random
 import time
+from collections.abc import Callable
 from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
@@ -54,6 +55,7 @@ class RunCheckpoint(Callback):
     stop: requests to stop.
     writer: writes the checkpoints.
     enabled: whether checkpoints are written.
+    notify: shows a message.
     limits: the settings that decide when the training ends; stored in the last checkpoint.
     is_done: whether the training has ended already and is only restored.
     first_batch: index of the first batch of a resumed epoch.
@@ -68,10 +70,12 @@ class RunCheckpoint(Callback):
         *,
         ranks: Ranks | None = None,
         enabled: bool = True,
+        notify: Callable[[str], None] = lambda text: None,
         limits: str = "",
         is_done: bool = False,
     ) -> None:
         self.enabled = enabled
+        self.notify = notify
         self.limits, self.is_done = limits, is_done
         self.ranks = ranks if ranks is not None else single_process()
         self.exchange: StepExchange | None = None
@@ -112,11 +116,15 @@ class RunCheckpoint(Callback):
             return
         flags = None if self.exchange is None else self.exchange.flags()
         request = self.stop.request() if flags is None else self.stop.combined_request(flags)
+        wanted = self.stop.wants_checkpoint(flags) and trainer.global_step > 0
         by_time = self._is_due_by_time() if flags is None else bool(flags and flags[-1])
         if self._is_due(trainer, batch_idx, by_time) or (
-            request is not None and trainer.global_step != self._last_saved
+            (wanted or request is not None) and trainer.global_step != self._last_saved
         ):
             self._save(trainer)
+        if wanted:
+            self.stop.checkpoint_is_saved()
+            self.notify(f"A checkpoint was requested: step {trainer.global_step} is saved.")
         if request is not None:
             raise request
 

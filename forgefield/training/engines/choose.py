@@ -49,6 +49,7 @@ class EngineSetup:
     tolerance: largest relative difference from the eager engine.
     external_denominators: whether steps get the denominators of the loss from outside.
     graphs_refusal: why this training cannot be captured; None if it can.
+    evaluation_plan: as `plan`, for batches of the validation.
     c_code: whether the eager engine computes convolutions by compiled C code.
     """
 
@@ -61,6 +62,7 @@ class EngineSetup:
     notify: Callable[[str], None]
     external_denominators: bool = False
     graphs_refusal: str | None = None
+    evaluation_plan: Callable[[], SizePlan] = lambda: SizePlan(())
     c_code: bool = False
 
 
@@ -105,7 +107,7 @@ def build(choice: Choice, setup: EngineSetup, device: torch.device) -> Engine:
         options = inductor_options(setup.options)
         engine = CompileEngine(function, world_size=setup.world_size, options=options, notify=setup.notify)
     if choice.name == "graphs":
-        engine = GraphsEngine(engine, plan=setup.plan(), notify=setup.notify)
+        engine = GraphsEngine(engine, plan=setup.plan(), evaluation_plan=setup.evaluation_plan(), notify=setup.notify)
     engine.external_denominators = setup.external_denominators
     return engine
 
@@ -338,7 +340,7 @@ class EngineStarter:
     """Chooses and starts the engine of a training, the same one on all ranks.
 
     options: the config's `training` section.
-    plan: sizes to which batches are padded.
+    plan, evaluation_plan: sizes to which batches of the training and of the validation are padded.
     tolerance: of the precision.
     stored_choice: the choice of an earlier start of this run, if any.
     store: called with the choice.
@@ -356,9 +358,11 @@ class EngineStarter:
         stored_choice: dict[str, Any] | None = None,
         store: Callable[[dict[str, Any]], None] = lambda choice: None,
         compiling: Callable[[], AbstractContextManager[None]] = nullcontext,
+        evaluation_plan: Callable[[], SizePlan] = lambda: SizePlan(()),
     ) -> None:
         self.options, self.ranks, self.plan, self.tolerance, self.notify = options, ranks, plan, tolerance, notify
         self.stored_choice, self.store, self.compiling = stored_choice, store, compiling
+        self.evaluation_plan = evaluation_plan
 
     def start(
         self, function: Callable[[str], StepFunction], batch: Batch, *, steps: int, graphs_refusal: str | None = None
@@ -392,6 +396,7 @@ class EngineStarter:
             tolerance=self.tolerance,
             notify=self.notify,
             graphs_refusal=graphs_refusal,
+            evaluation_plan=self.evaluation_plan,
             external_denominators=self.ranks.world_size > 1
             or self.options.memory.split
             or self.options.memory.parts > 1,

@@ -1,4 +1,4 @@
-"""The `graphs` engine: the step is captured once per batch size as a CUDA graph, and replayed.
+"""The `graphs` engine: the step, and the evaluation of a batch, are captured once per batch size as CUDA graphs, and replayed.
 
 A replay launches all kernels at once, so that small steps are not limited by launching kernels one by one. Contract: a batch is
 padded with blank frames (`padding.py`) to a size of the plan and copied into tensors of fixed addresses (`StaticInputs`);
@@ -11,12 +11,14 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 from itertools import compress
+from typing import Generic, TypeVar
 
 import torch
 from torch import Tensor
 
 from forgefield.data.batch import Batch
 from forgefield.data.padding import Size, SizePlan, blank_frames, sizes
+from forgefield.errors import ForgefieldError
 from forgefield.inference.capture import capture
 from forgefield.kernels.core.runtime import can_launch, joined
 from forgefield.kernels.step.copies import Copies
@@ -104,25 +106,41 @@ WARM_UPS = 2
 """Steps before a capture."""
 
 
+R = TypeVar("R")
+
+
 @dataclass
-class _CapturedStep:
+class _Captured(Generic[R]):
     """inputs: of the graph. result: its outputs, overwritten by every replay."""
 
     graph: torch.cuda.CUDAGraph
     inputs: StaticInputs
-    result: Differentiated
+    result: R
 
 
 class GraphsEngine(Engine):
-    """inner: the engine whose step is captured, eager or compiled; it also evaluates batches in validation."""
+    """inner: the engine whose step and evaluation are captured, eager or compiled.
+
+    plan, evaluation_plan: sizes to which batches of the training and of the validation are padded.
+    """
 
     name = "graphs"
 
-    def __init__(self, inner: Engine, *, plan: SizePlan, notify: Callable[[str], None] = lambda text: None) -> None:
+    def __init__(
+        self,
+        inner: Engine,
+        *,
+        plan: SizePlan,
+        evaluation_plan: SizePlan | None = None,
+        notify: Callable[[str], None] = lambda text: None,
+    ) -> None:
         super().__init__(inner.function, world_size=inner.world_size)
         self.inner, self.plan, self.notify = inner, plan, notify
+        self.evaluation_plan = SizePlan(()) if evaluation_plan is None else evaluation_plan
         self.cutoff = inner.function.potential.adaptive_cutoff or inner.function.potential.cutoff
-        self._captured: dict[Size, _CapturedStep] = {}
+        self._captured: dict[Size, _Captured[Differentiated]] = {}
+        self._evaluations: dict[Size, _Captured[Measured]] = {}
+        self._captures_evaluation = True
         self._latest: Differentiated | None = None
         self._pool = torch.cuda.graph_pool_handle()
 
@@ -152,10 +170,23 @@ class GraphsEngine(Engine):
             weight.grad = gradient
 
     def evaluate(self, batch: Batch) -> Measured:
-        return self.inner.evaluate(batch)
+        size = self.evaluation_plan.fit(*sizes(batch))
+        if self._captures_evaluation and size not in self._evaluations:
+            try:
+                self._evaluations[size] = self._capture_evaluation(size, batch)
+            except ForgefieldError as error:
+                self._captures_evaluation = False
+                self.notify(f"Validation is not captured, and slower for that: {error}")
+        if not self._captures_evaluation:
+            return self.inner.evaluate(batch)
+        captured = self._evaluations[size]
+        captured.inputs.load(batch, None)
+        captured.graph.replay()
+        return Measured(*(tensor.clone() for tensor in captured.result))
 
     def reset(self) -> None:
         self._captured.clear()
+        self._evaluations.clear()
         self.inner.reset()
 
     def _with_strides_of_weights(self, result: Differentiated) -> Differentiated:
@@ -168,8 +199,8 @@ class GraphsEngine(Engine):
         ]
         return result._replace(gradients=gradients)
 
-    def _capture(self, size: Size, like: Batch, denominators: Tensor | None) -> _CapturedStep:
-        self.notify(f"Capturing the step for {size.frames} frames, {size.atoms} atoms, {size.edges} edges.")
+    def _inputs_of(self, size: Size, like: Batch, denominators: Tensor | None) -> StaticInputs:
+        """Inputs of a capture, with the batch `like` in place."""
         blank = blank_frames(
             like,
             frames=size.frames,
@@ -182,6 +213,25 @@ class GraphsEngine(Engine):
         inputs = StaticInputs(blank, denominators)
         inputs.load(like, denominators)
         inputs.launch()
+        return inputs
+
+    def _capture_evaluation(self, size: Size, like: Batch) -> _Captured[Measured]:
+        inputs = self._inputs_of(size, like, None)
+
+        def evaluate() -> Measured:
+            return self.inner.evaluate(inputs.batch)
+
+        def load_and_evaluate() -> Measured:
+            with joined():
+                inputs.launch()
+                return evaluate()
+
+        graph, result = capture(load_and_evaluate, warm_up=evaluate, warm_ups=WARM_UPS, pool=self._pool)
+        return _Captured(graph, inputs, result)
+
+    def _capture(self, size: Size, like: Batch, denominators: Tensor | None) -> _Captured[Differentiated]:
+        self.notify(f"Capturing the step for {size.frames} frames, {size.atoms} atoms, {size.edges} edges.")
+        inputs = self._inputs_of(size, like, denominators)
         static_denominators = inputs.denominators
         get_denominators = None if static_denominators is None else lambda: static_denominators
 
@@ -194,4 +244,4 @@ class GraphsEngine(Engine):
                 return self._with_strides_of_weights(differentiate())
 
         graph, result = capture(load_and_differentiate, warm_up=differentiate, warm_ups=WARM_UPS, pool=self._pool)
-        return _CapturedStep(graph, inputs, result)
+        return _Captured(graph, inputs, result)

@@ -36,7 +36,7 @@ from forgefield.data.frame import Frame
 from forgefield.data.neighbours.graph import graph_of
 from forgefield.data.species import SpeciesTable
 from forgefield.errors import ForgefieldError
-from forgefield.files import written_whole
+from forgefield.files import written_atomically
 from forgefield.models.potential import Potential
 from forgefield.training.engines.script import scriptable
 from forgefield.training.engines.tracing import export_evaluation, trace
@@ -72,7 +72,7 @@ def write_aoti(potential: Potential, path: str | os.PathLike[str], *, sel: list[
         raise ForgefieldError("AOTInductor needs a C++ compiler, and neither g++ nor clang++ is installed.")
     with _frozen(potential):
         exported = export_evaluation(_evaluation(potential), _example(potential), decompositions=_decompositions())
-        with written_whole(path) as partial, warnings.catch_warnings():
+        with written_atomically(path) as partial, warnings.catch_warnings():
             warnings.simplefilter("ignore")
             package = partial.with_suffix(".pt2")
             torch._inductor.aoti_compile_and_package(
@@ -98,7 +98,7 @@ def write_torchscript(potential: Potential, path: str | os.PathLike[str], *, sel
         evaluate, example = _evaluation(potential), _example(potential)
         traced = trace(lambda static, batch: evaluate(batch), [], example, decompositions=_decompositions())
         program = torch.jit.script(_Program(scriptable(traced)[0]))
-        with written_whole(path) as partial:
+        with written_atomically(path) as partial:
             torch.jit.save(program, str(partial), _extra_files={METADATA: json.dumps(_describe(potential))})
     return path
 

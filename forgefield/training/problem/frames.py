@@ -7,6 +7,7 @@ from collections.abc import Callable
 from dataclasses import asdict, replace
 from typing import Any
 
+import numpy as np
 import torch
 
 from forgefield.config.trust import CONFIG
@@ -189,7 +190,13 @@ class FramesProblem(Problem):
             stored_choice=ranks.broadcast(stored),
             store=store,
             compiling=self.session.stop.at_once,
+            evaluation_plan=lambda: plan_sizes(self._validation_sizes(), at_most=training.graphs.sizes),
         )
+
+    def _validation_sizes(self) -> np.ndarray:
+        """(n, 3): frames, atoms and edges of the batches of a validation; empty if edges are not counted."""
+        loader = self.batches.val_dataloader()
+        return loader.batch_sizes(epochs=1) if isinstance(loader, FrameLoader) else np.empty((0, 3), dtype=np.int64)
 
     def refuse(self, device: torch.device) -> None:
         refuse_engine(self.config.training, device)
@@ -200,7 +207,9 @@ class FramesProblem(Problem):
             self.session.journal.notify(
                 "trainer.overfit_batches is set: the same frames are used every epoch, without shuffling."
             )
-        return self.serve(on_gpu=device.type == "cuda", keep_order=keep_order).train_dataloader()
+        batches = self.serve(on_gpu=device.type == "cuda", keep_order=keep_order)
+        batches.keep_on(device)
+        return batches.train_dataloader()
 
     def serve(self, *, on_gpu: bool = False, keep_order: bool = False) -> DataModule:
         """Batches as the task and the model need them. keep_order: frames are not shuffled."""

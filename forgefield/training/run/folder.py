@@ -19,13 +19,25 @@ from forgefield.parallel.ranks import Ranks
 from forgefield.runs import Run
 from forgefield.settings import Config
 from forgefield.training.run.journal import Journal
+from forgefield.training.run.owner import OWNER, training_process
+
+LOCK = ".lock"
+"""Name of the file that is locked while a run is trained."""
 
 
 @contextmanager
-def run_folder(config: Config, *, fresh: bool, quick: bool, journal: Journal, ranks: Ranks) -> Iterator[Run]:
-    """The folder of the run, created and locked by rank 0; the others wait until it is ready."""
+def run_folder(
+    config: Config, *, fresh: bool, quick: bool, journal: Journal, ranks: Ranks, hears_signals: bool = False
+) -> Iterator[Run]:
+    """The folder of the run, created and locked by rank 0; the others wait until it is ready.
+
+    hears_signals: whether this process handles the signals of `training.run.signals`, so that others may send them.
+    """
     if ranks.is_rank_zero:
-        with _locked_folder(config, fresh=fresh, quick=quick, journal=journal) as run:
+        with (
+            _locked_folder(config, fresh=fresh, quick=quick, journal=journal) as run,
+            training_process(run.path, hears_signals=hears_signals),
+        ):
             ranks.broadcast(str(run.path))
             yield run
     else:
@@ -60,7 +72,7 @@ def _locked_folder(config: Config, *, fresh: bool, quick: bool, journal: Journal
                 f"trainer.fast_dev_run is set: a quick test in {path}; the run {config.name} is not changed."
             )
             for item in path.iterdir():
-                if item.name != ".lock":
+                if item.name not in (LOCK, OWNER):
                     shutil.rmtree(item) if item.is_dir() else item.unlink()
         for folder in (path, path / "checkpoints", path / "predictions"):
             remove_leftovers(folder)
@@ -157,7 +169,7 @@ def _unused_name(path: Path) -> Path:
 @contextmanager
 def _locked(path: Path) -> Iterator[None]:
     """Lock a folder against other trainings. The lock is released when the process ends."""
-    with open(path / ".lock", "w") as lock:
+    with open(path / LOCK, "a") as lock:
         try:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError as error:

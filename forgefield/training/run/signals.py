@@ -1,4 +1,5 @@
-"""Requests to stop: SIGTERM or SIGUSR1 (from a batch system, or a shutdown), Ctrl-C, or a time limit.
+"""Requests to stop: SIGTERM or SIGUSR1 (from a batch system, or a shutdown), Ctrl-C, or a time limit; SIGUSR2 requests a
+checkpoint.
 
 During training steps a request is stored and acted on between batches, when everything can be saved. When there is nothing to
 save (while data is read, before the first batch, while code is compiled, in the final evaluation) the training stops at once.
@@ -26,6 +27,8 @@ Handler: TypeAlias = "Callable[[int, FrameType | None], object] | int | None"
 
 STOPPING = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT)
 """Signals that request a stop. Batch systems send SIGUSR1 before a time limit."""
+CHECKPOINT = signal.SIGUSR2
+"""The signal that requests a checkpoint; the training continues."""
 REQUEUE = 75
 """Exit code of a run that a batch system stopped and that should be started again; EX_TEMPFAIL of sysexits.h."""
 
@@ -63,6 +66,7 @@ class StopControl:
         self._deadline = time.monotonic() + max_seconds if max_seconds is not None else None
         self._requeue_exit = requeue_exit
         self._request: StopRequested | None = None
+        self._wants_checkpoint = False
         self._phase = STARTING
         self._before: dict[int, Handler] = {}
         self._received = threading.Event()
@@ -70,7 +74,7 @@ class StopControl:
 
     def __enter__(self) -> StopControl:
         if threading.current_thread() is threading.main_thread():
-            self._before = {number: signal.getsignal(number) for number in STOPPING}
+            self._before = {number: signal.getsignal(number) for number in (*STOPPING, CHECKPOINT)}
             self._stack.enter_context(hearing_signals(self._end_if_stuck))
         self.listen()
         return self
@@ -82,6 +86,11 @@ class StopControl:
         self._before.clear()
         self._stack.close()
 
+    @property
+    def hears_signals(self) -> bool:
+        """Whether the handlers are installed, which Python allows in the main thread only."""
+        return bool(self._before)
+
     def seconds_left(self) -> float | None:
         """Seconds until the time limit; None without limit."""
         return None if self._deadline is None else self._deadline - time.monotonic()
@@ -89,7 +98,7 @@ class StopControl:
     def listen(self) -> None:
         """Install the signal handlers, also in place of handlers that were installed later."""
         for number in self._before:
-            signal.signal(number, self._handle)
+            signal.signal(number, self._handle if number in STOPPING else self._note_checkpoint)
 
     def on_training_start(self) -> None:
         """Until the first batch a request, Ctrl-C included, stops the training at once."""
@@ -137,11 +146,11 @@ class StopControl:
         return self._request
 
     def flags(self) -> tuple[float, ...]:
-        """The request as numbers that can be summed over ranks: one for each signal, one for the time limit."""
+        """The requests as numbers that can be summed over ranks: to stop, one for each signal and one for the time limit; and
+        for a checkpoint."""
         request = self.request()
-        if request is None:
-            return (0.0,) * (len(STOPPING) + 1)
-        return tuple(float(request.signal_number == number) for number in (*STOPPING, None))
+        stop = (request is not None and request.signal_number == number for number in (*STOPPING, None))
+        return tuple(map(float, (*stop, self._wants_checkpoint)))
 
     def combined_request(self, flags: Sequence[float]) -> StopRequested | None:
         """The request to stop of any rank, the same on all. flags: summed over ranks."""
@@ -149,6 +158,17 @@ class StopControl:
             if count > 0:
                 return _stop_request(number)
         return None
+
+    def wants_checkpoint(self, flags: Sequence[float] | None = None) -> bool:
+        """Whether a checkpoint was requested, on this rank or, with `flags` summed over ranks, on any."""
+        return self._wants_checkpoint if flags is None else bool(flags and flags[len(STOPPING) + 1])
+
+    def checkpoint_is_saved(self) -> None:
+        """The state after the request is saved; called on all ranks."""
+        self._wants_checkpoint = False
+
+    def _note_checkpoint(self, number: int, frame: FrameType | None) -> None:
+        self._wants_checkpoint = True
 
     def _handle(self, number: int, frame: FrameType | None) -> None:
         self._received.set()

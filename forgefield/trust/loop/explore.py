@@ -16,7 +16,7 @@ import numpy as np
 from ase import Atoms
 
 from forgefield.errors import ForgefieldError
-from forgefield.files import write_atomically, written_whole
+from forgefield.files import write_atomically, written_atomically
 from forgefield.inference.ase import Calculator
 from forgefield.inference.xyz_files import write_extxyz
 from forgefield.runs import Run
@@ -89,7 +89,7 @@ def explore(
         for image in candidates:
             image.info |= {"start": start, "iteration": iteration, "temperature": temperature}
         record = Explored(start, temperature, pressure, dynamics.time, status, len(candidates), values)
-        with written_whole(folder / f"{number:04d}.extxyz") as partial:
+        with written_atomically(folder / f"{number:04d}.extxyz") as partial:
             write_extxyz(partial, candidates)
         write_atomically(record_file, json.dumps(asdict(record)))
         records.append(record)

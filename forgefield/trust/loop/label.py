@@ -25,7 +25,7 @@ from ase.calculators.singlepoint import SinglePointCalculator
 from forgefield.config.components import environment_of_children, import_class
 from forgefield.config.trust import CONFIG
 from forgefield.errors import ForgefieldError
-from forgefield.files import write_atomically, written_whole
+from forgefield.files import write_atomically, written_atomically
 from forgefield.inference.xyz_files import write_extxyz
 from forgefield.processes import die_with_parent
 from forgefield.trust.loop.options import LabelOptions
@@ -73,7 +73,7 @@ def _store(folder: Path, index: int, structure: Atoms, results: dict[str, object
     image = Atoms(structure.numbers, positions=structure.positions, cell=structure.cell, pbc=structure.pbc)
     image.info = {key: value for key, value in structure.info.items() if key in ("start", "iteration", "temperature")}
     image.calc = SinglePointCalculator(image, **results)
-    with written_whole(_label_file(folder, index)) as partial:
+    with written_atomically(_label_file(folder, index)) as partial:
         write_extxyz(partial, [image])
     return None
 
@@ -168,7 +168,7 @@ class _Job:
             image = Atoms(structure.numbers, positions=structure.positions, cell=structure.cell, pbc=structure.pbc)
             image.info["label_id"] = self.first + number
             images.append(image)
-        with written_whole(self.place / INPUT) as partial:
+        with written_atomically(self.place / INPUT) as partial:
             write_extxyz(partial, images)
         place = self.place.absolute()
         names = {"{input}": str(place / INPUT), "{output}": str(place / OUTPUT)}

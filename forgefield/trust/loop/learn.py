@@ -31,8 +31,7 @@ from forgefield.config.loading import load_config
 from forgefield.data.options import LabelOptions as LabelNames
 from forgefield.data.options import UnitOptions
 from forgefield.errors import ForgefieldError
-from forgefield.evaluation import evaluate_training, is_unmeasured
-from forgefield.files import write_atomically, written_whole
+from forgefield.files import write_atomically, written_atomically
 from forgefield.inference.uncertainty import has_uncertainty
 from forgefield.inference.xyz_files import write_extxyz
 from forgefield.parallel.ranks import single_process
@@ -40,9 +39,9 @@ from forgefield.report.analysis import errors, predictions_from_npz
 from forgefield.runs import Run
 from forgefield.settings import Config
 from forgefield.text import counted
-from forgefield.training.fit import fit
 from forgefield.training.run.journal import Journal
 from forgefield.training.trainer import requested_processes
+from forgefield.trust.ensembles import UNFINISHED, train_run
 from forgefield.trust.loop.explore import Explored, explore, unit_of
 from forgefield.trust.loop.history import write_learning_page
 from forgefield.trust.loop.label import label_structures
@@ -196,7 +195,7 @@ class _Loop:
                     f"Iteration {iteration}: all {len(pool)} uncertain structures are near-duplicates of the training data, so "
                     "that labels would not help. Raise explore.threshold, or lower select.tolerance."
                 )
-            with written_whole(path) as partial:
+            with written_atomically(path) as partial:
                 write_extxyz(partial, chosen)
         return read_structures(path)
 
@@ -213,7 +212,7 @@ class _Loop:
                 f"{reason}. Correct it, delete {place / 'labels'}, and run the same command again."
             )
         if not (place / "labelled.extxyz").exists():
-            with written_whole(place / "labelled.extxyz") as partial:
+            with written_atomically(place / "labelled.extxyz") as partial:
                 write_extxyz(partial, labelled)
         self._record(iteration, labelled=len(labelled), failed=failed)
 
@@ -223,17 +222,20 @@ class _Loop:
         run, began = Run(config.folder), time.monotonic()
         self.notify(f"Iteration {iteration}: training on {', '.join(map(_short, _as_list(config.data.train)))} ...")
         with open(os.devnull, "w") as discarded:
-            journal = Journal(Console(file=discarded, force_jupyter=False))
-            try:
-                ranks = single_process()
-                fitted = fit(config, fresh=False, journal=journal, ranks=ranks, trust_code=True)
-                if fitted.outcome == "finished" or is_unmeasured(fitted):
-                    fitted = evaluate_training(fitted, config, journal, ranks)
-            finally:
-                journal.close()
-        if fitted.outcome == "stopped":
-            raise ForgefieldError("The training was stopped. Run the same command to resume the loop.")
-        if not has_uncertainty(run):
+            silent = Console(file=discarded, force_jupyter=False)
+            fitted = train_run(
+                config,
+                fresh=False,
+                new_journal=lambda: Journal(silent),
+                ranks=single_process(),
+                trust_code=True,
+            )
+        if fitted.outcome in UNFINISHED:
+            raise ForgefieldError(
+                f"The training {'was stopped' if fitted.outcome == 'stopped' else 'failed'}; messages are in {run.path}. Run "
+                "the same command to resume the loop."
+            )
+        if not run.members and not has_uncertainty(run):
             fit_uncertainty(run, device=self.device)
         self._record(iteration, errors=_errors(run), run=run.name, seconds_training=time.monotonic() - began)
         self.notify(describe(self.history[-1]))

@@ -94,6 +94,8 @@ class Setting:
     identity: str
     """What identifies the calculator."""
     notify: Callable[[str], None]
+    labelled: Sequence[Atoms] = ()
+    """Labelled frames of the reference, with their labels as results of a calculator."""
 
     def atoms(self) -> Atoms:
         """A copy of the structure with the calculator."""

@@ -47,22 +47,26 @@ def liquid(setting: Setting) -> Measurement:
     if trajectory.status == EXPLODED:
         return result
     images = images[len(images) // 4 :]
-    _radial(result, images)
-    _autocorrelation(result, images)
+    add_radial_distributions(result, images)
+    add_autocorrelation(result, images)
     return result
 
 
 def density(setting: Setting) -> Measurement:
     """Mean density in npt dynamics, without its first quarter."""
     result, images, _ = _simulation(setting, "npt", pressure=setting.options.pressure)
-    mass = images[0].get_masses().sum()
-    values = np.array([mass / image.get_volume() * G_PER_CM3 for image in images])
+    values = mass_density(images)
     late = values[len(values) // 4 :]
     result.set("density", float(late.mean()), "g/cm^3")
     result.set("fluctuation of the density", float(late.std()), "g/cm^3")
     times = [image.info["time_ps"] for image in images]
     result.panels.append(Panel("Density", "time, ps", "density, g/cm^3", [curve(times, values)]))
     return result
+
+
+def mass_density(images: list[Atoms]) -> np.ndarray:
+    """(n_images,) g/cm^3."""
+    return np.array([image.get_masses().sum() / image.get_volume() * G_PER_CM3 for image in images])
 
 
 def _simulation(setting: Setting, ensemble: str, pressure: float = 0.0) -> tuple[Measurement, list[Atoms], Trajectory]:
@@ -123,7 +127,8 @@ def radial_distribution(
     return (edges[1:] + edges[:-1]) / 2, counts / np.maximum(expected, 1e-300)
 
 
-def _radial(result: Measurement, images: list[Atoms]) -> None:
+def add_radial_distributions(result: Measurement, images: list[Atoms]) -> None:
+    """Radial distribution functions of all pairs of elements."""
     cell = np.array(images[0].cell)
     heights = 1 / np.linalg.norm(np.linalg.inv(cell), axis=0)
     curves = []
@@ -152,7 +157,8 @@ def velocity_autocorrelation(images: list[Atoms], lags: int) -> np.ndarray:
     )
 
 
-def _autocorrelation(result: Measurement, images: list[Atoms]) -> None:
+def add_autocorrelation(result: Measurement, images: list[Atoms]) -> None:
+    """Velocity autocorrelation and diffusion coefficient of frames with `time_ps` in `info`."""
     times = np.array([image.info["time_ps"] for image in images])
     steps = np.diff(times)
     images = images[: 1 + int(np.flatnonzero(np.isclose(steps, steps[0]))[-1] + 1)]

@@ -84,15 +84,15 @@ REFUSED: list[tuple[dict[str, Any], str, str]] = [
     ({"training.data_dict": {}}, "training.data_dict", "belongs to several models"),
     ({"training.model_prob": {"a": 1}}, "training.model_prob", "belongs to several models"),
     ({"nvnmd": {}}, "nvnmd", "TensorFlow"),
-    ({"model.type": "linear_ener"}, "model.type", "only the standard"),
-    ({"model.type": "DPA4"}, "model.type", "only the standard"),
+    ({"model.type": "linear_ener"}, "model.type", "only DeePMD-kit's standard model"),
+    ({"model.type": "DPA4"}, "model.type", "only DeePMD-kit's standard model"),
     ({"model.type_map": ...}, "model.type_map", "name the element of each atom type"),
     ({"model.type_embedding": {"neuron": [8]}}, "model.type_embedding", "se_atten with attn_layer 0"),
     ({"model.spin": {}}, "model.spin", "magnetic"),
-    ({"model.descriptor.type": "dpa3"}, "model.descriptor.type", "not known here"),
+    ({"model.descriptor.type": "dpa3"}, "model.descriptor.type", "not supported"),
     ({"model.fitting_net.type": "dipole", "loss": ...}, "loss.pref", "is missing"),
     ({"model.fitting_net.type": "property", "loss": ...}, "model.fitting_net.property_name", "is missing"),
-    ({"model.fitting_net.type": "population"}, "model.fitting_net.type", "not known here"),
+    ({"model.fitting_net.type": "population"}, "model.fitting_net.type", "not supported"),
     ({"model.smin_alpha": 0.1}, "model.smin_alpha", "only with 'model.use_srtab'"),
     ({"model.use_srtab": "tab.txt"}, "model.smin_alpha", "needs it"),
     ({"model.bridging_method": "ZBL"}, "model.bridging_method", "model.zbl"),
@@ -103,7 +103,7 @@ REFUSED: list[tuple[dict[str, Any], str, str]] = [
     ({"loss.relative_f": 1.0}, "loss.relative_f", "not divided"),
     ({"loss.f_use_norm": True, "loss.loss_func": "mae"}, "loss.f_use_norm", "by component"),
     ({"loss.enable_atom_ener_coeff": True}, "loss.enable_atom_ener_coeff", "plain sums"),
-    ({"loss.type": "ener_spin"}, "loss.type", "not known here"),
+    ({"loss.type": "ener_spin"}, "loss.type", "not supported"),
     ({"loss.type": "tensor"}, "loss.type", "'model.fitting_net.type' is ener"),
     (
         {"loss": {"start_pref_e": 0, "limit_pref_e": 0, "start_pref_f": 0, "limit_pref_f": 0}},
@@ -162,7 +162,7 @@ def test_refusals_name_file_key_and_reason(changes: dict[str, Any], key: str, sa
         ("[]", "is not an input of DeePMD-kit"),
     ],
 )
-def test_files_that_are_no_inputs(text: str, said: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_files_that_are_not_inputs(text: str, said: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     Path("input.json").write_text(text)
     with pytest.raises(ForgefieldError) as error:

@@ -241,7 +241,7 @@ def test_se_atten_keeps_its_options_and_the_oldest_names() -> None:
     assert found["data"]["cutoff"] == 5.0
 
 
-def test_short_range_table_is_found_beside_the_input(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_short_range_table_next_to_the_input_is_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "elsewhere").mkdir()
     (tmp_path / "tab.txt").write_text("0 0 0 0\n")
     monkeypatch.chdir(tmp_path / "elsewhere")
@@ -345,7 +345,7 @@ def test_folders_are_searched_as_deepmd_kit_does(tmp_path: Path, monkeypatch: py
     assert train_of(["gone", "water.h5#/a"], file) == ["gone", "water.h5#/a"]
 
 
-def test_systems_are_found_beside_the_input_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_systems_are_found_next_to_the_input_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "elsewhere").mkdir()
     monkeypatch.chdir(tmp_path / "elsewhere")
     system(tmp_path / "nameless" / "f", names=False)
@@ -368,7 +368,7 @@ def test_input_of_version_1() -> None:
     assert "decay_rate" not in found["training"]["scheduler"]
 
 
-def test_optimiser_and_warm_up_in_their_former_place() -> None:
+def test_optimiser_and_warm_up_at_their_former_location() -> None:
     found = translated({"training.opt_type": "AdamW", "training.weight_decay": 0.1, "training.warmup_steps": 50})
     assert found["training"]["optimizer"] == {"name": "adamw", "weight_decay": 0.1}
     assert found["training"]["scheduler"]["warmup_steps"] == 50
@@ -377,7 +377,7 @@ def test_optimiser_and_warm_up_in_their_former_place() -> None:
 # --- notes
 
 
-def test_keys_without_an_effect_of_their_own_are_told() -> None:
+def test_keys_without_an_effect_are_reported() -> None:
     notes = both({"training.save_ckpt": "ckpt/model", "optimizer": {"type": "AdamW"}}).notes
     assert set(notes) == {
         "model.data_stat_nbatch",

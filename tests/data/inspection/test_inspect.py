@@ -114,7 +114,7 @@ def test_missing_labels_are_counted(water):
     assert "without energy" not in remarks_of(water)
 
 
-def test_atoms_at_the_same_place_are_a_remark_and_no_failure(water, make_frame):
+def test_atoms_at_the_same_place_are_a_remark_and_not_an_error(water, make_frame):
     double = make_frame([8, 1, 1], positions=[[0, 0, 0], [0, 0, 0], [0, 0.9, 0]], source="bad.xyz", index=1)
     found = inspect_table(FrameTable.from_frames([*water, double]))
     assert found.survey.closest[0] == 0.0
@@ -137,7 +137,7 @@ def test_an_energy_in_another_unit_names_the_factor(water):
     assert "w1.xyz, frame 7; the ratio 27.2" in remarks_of(water)
 
 
-def test_large_tables_are_looked_at_in_part_and_that_is_said(water, monkeypatch):
+def test_large_tables_are_looked_at_in_part_and_that_is_reported(water, monkeypatch):
     monkeypatch.setattr(surveying, "FRAMES", 10)
     monkeypatch.setattr(inspecting, "COMPARED", 20)
     found = inspect_table(FrameTable.from_frames([*water, water[0]]))

@@ -252,7 +252,7 @@ def test_a_store_keeps_fields_and_knows_what_they_are(tmp_path, workers):
     assert open_store(tmp_path / "c.store").table().fingerprint == read_table(source, asked()).fingerprint
 
 
-def test_a_store_gives_the_fields_that_are_asked_for(tmp_path):
+def test_a_store_gives_the_fields_that_are_requested(tmp_path):
     frames = some_frames(10, 9)
     store_frames(frames, tmp_path / "a.store")
     assert set(read_table(tmp_path / "a.store").fields) == set(SHAPE)  # nothing said: what it holds
@@ -370,7 +370,7 @@ def test_the_data_of_a_run_counts_fields_and_is_told_which_are_learnt(tmp_path):
     assert_equal(batch["gap"], torch.from_numpy(np.array(data.train.frames.column("gap")))[batch["frame_id"]])
 
 
-def test_info_shows_the_range_of_every_field_and_who_lacks_it():
+def test_info_shows_the_range_of_every_field_and_which_frames_lack_it():
     frames = some_frames(30, 12)
     found = {span.name: span for span in inspect_frames(frames).labels}
     for name in SHAPE:

@@ -100,7 +100,7 @@ def test_what_does_not_fit_names_frame_and_shapes(tmp_path, fields, message):
 
 
 @pytest.mark.parametrize("value", ["nan", "inf", "blue"])
-def test_what_is_no_number_is_refused(tmp_path, value):
+def test_values_that_are_not_numbers_are_refused(tmp_path, value):
     (tmp_path / "a.xyz").write_text(f"1\ngap={value}\nH 0 0 0\n")
     message = refused(tmp_path / "a.xyz", {"gap": {}})
     assert "a.xyz, frame 0: gap" in message

@@ -94,7 +94,7 @@ def test_atoms_very_far_apart_need_no_more_memory():
     assert assert_same_edges([(positions, np.zeros((3, 3)), np.full(3, False))], 2.0) == 4
 
 
-def test_shifts_that_do_not_fit_beside_the_atoms_in_one_integer():
+def test_shifts_that_do_not_fit_next_to_the_atoms_in_one_integer():
     """Neighbours tens of thousands of cells apart, so that the sort has to number the shifts that occur."""
     rng = np.random.default_rng(2)
     positions = rng.uniform(0, 3, (40, 3)) + 3.0 * rng.integers(-90_000, 90_000, (40, 3))

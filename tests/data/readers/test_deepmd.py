@@ -62,7 +62,7 @@ def test_systems_are_found_at_any_depth_in_sorted_order(tmp_path):
     assert [f.path for f in source_files(str(tmp_path / "**"))] == [f.path for f in source_files(tmp_path)]
 
 
-def test_text_arrays_beside_type_raw(tmp_path):
+def test_text_arrays_next_to_type_raw(tmp_path):
     columns = arrays(130)
     path = write_system(tmp_path / "old")
     for name, values in columns.items():

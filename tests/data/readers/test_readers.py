@@ -294,7 +294,7 @@ ATOMS = "H 0 0 0 1 2 3\nH 0 0 1 1 2 3\n"
         ("a.strange", "what is this", "a.strange: its format is not known"),
     ],
 )  # fmt: skip
-def test_bad_input_is_one_clear_sentence(tmp_path, name, text, message):
+def test_bad_input_is_one_clear_error(tmp_path, name, text, message):
     path = write(tmp_path, name, text)
     with pytest.raises(ForgefieldError, match=message) as error:
         read_frames(path)
@@ -334,7 +334,7 @@ def test_pickles_are_never_read(tmp_path):
 
 @pytest.mark.skipif(not hasattr(os, "seteuid"), reason="needs POSIX users")
 @pytest.mark.parametrize("name", ["a.xyz", "a.npz", "a.db", "a.traj"])
-def test_no_permission_is_said(name):
+def test_no_permission_is_reported(name):
     folder = Path(tempfile.mkdtemp())
     folder.chmod(0o755)
     path = write(folder, name, f"2\n{GOOD}{ATOMS}")

@@ -376,7 +376,7 @@ def test_a_store_is_a_source_like_any_other(tmp_path):
     "name",
     ["a.h5", "a.lmdb", "a.aselmdb", "system/type.raw", "system/set.000/coord.npy", "system/set.000", "deep/below"],
 )
-def test_no_permission_is_said(name):
+def test_no_permission_is_reported(name):
     folder = Path(tempfile.mkdtemp())
     (folder / "system" / "set.000").mkdir(parents=True)
     (folder / "deep" / "below").mkdir(parents=True)

@@ -83,7 +83,7 @@ def test_no_row_is_drawn_again_before_all_of_its_system_were(case, seed, epoch):
 
 
 @given(case=cases(), seed=SEEDS, epochs=st.lists(EPOCHS, min_size=2, max_size=5, unique=True))
-def test_an_epoch_is_the_same_whatever_was_asked_before(case, seed, epochs):
+def test_an_epoch_is_the_same_whatever_was_requested_before(case, seed, epochs):
     used = WeightedDraws(*case, seed)
     forwards = [used.rows(epoch) for epoch in epochs]
     backwards = [used.rows(epoch) for epoch in reversed(epochs)]

@@ -96,7 +96,7 @@ def test_taking_an_epoch_up_on_as_many_ranks_changes_nothing(case, data):
 
 
 @given(case=plans(), data=st.data())
-def test_a_share_is_the_same_whatever_was_asked_before(case, data):
+def test_a_share_is_the_same_whatever_was_requested_before(case, data):
     _, plan = case
     expected = shares(plan)
     asked = [(step, rank) for step in range(len(plan)) for rank in range(plan.world_size)]

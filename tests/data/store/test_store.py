@@ -318,7 +318,7 @@ def test_a_refused_conversion_leaves_nothing(tmp_path):
         convert(str(good), tmp_path)
 
 
-def test_a_table_that_was_copied_or_sent_elsewhere_reads_its_own_files(source, tmp_path):
+def test_a_table_that_was_copied_or_sent_to_another_process_reads_its_own_files(source, tmp_path):
     """Deleting the copy must not close what the original reads from."""
     convert(str(source), tmp_path / "store")
     table = open_store(tmp_path / "store").table()

@@ -243,7 +243,7 @@ def test_matrices_from_weights(n_species, where, monkeypatch):
         assert_same(found, gradient)
 
 
-def test_matrices_of_weights_that_lie_elsewhere(monkeypatch):
+def test_matrices_of_strided_weights(monkeypatch):
     """Their places are kept for captured graphs, and during a capture no new ones can be written."""
     parts = [Matrix(False, 2, 3, 0, 0), Matrix(False, 3, 3, 6, 16)]
     matrices, ones, constants = Matrices(parts, 32, 1), torch.ones(1, 1, device=DEVICE), draw(1, 2)

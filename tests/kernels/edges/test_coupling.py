@@ -60,7 +60,7 @@ def test_couplings_and_their_derivatives_are_those_of_matrices(l_max, channels, 
 
 
 @pytest.mark.parametrize("place", range(4))
-def test_every_place_is_that_of_plain_operations(place):
+def test_every_place_is_that_of_reference_operations(place):
     coupling = coupling_of(2, 3)
     key = key_of_coupling(coupling.form.paths, coupling.form.sizes, mark())
     form = coupling_of_key(key)

@@ -84,7 +84,7 @@ CASES = [
 
 @pytest.mark.parametrize(("l_max", "channels", "shared", "name"), CASES)
 @pytest.mark.parametrize("kind", ["environment", "project"])
-def test_values_and_two_derivatives_are_those_of_plain_operations(kind, l_max, channels, shared, name):
+def test_values_and_two_derivatives_are_those_of_reference_operations(kind, l_max, channels, shared, name):
     edges = edges_of(name)
     inputs = inputs_of(kind, edges, l_max, channels, shared)
     ours = derivatives(operator_of(kind, edges, shared), inputs)
@@ -116,7 +116,7 @@ def test_derivatives_are_those_of_differences(kind, shared):
 
 
 @pytest.mark.parametrize("kind", ["environment", "project"])
-def test_third_and_fourth_derivatives_are_those_of_plain_operations(kind):
+def test_third_and_fourth_derivatives_are_those_of_reference_operations(kind):
     edges = edges_of("unequal")
     inputs = inputs_of(kind, edges, 1, 2, False)
 

@@ -72,7 +72,7 @@ def test_zeros_stay_zero_and_one_large_polynomial_spoils_no_other_interval(pack)
 
 @needs_kernels
 @pytest.mark.parametrize("columns", [5, 256, packing.COLUMNS + 3])
-def test_the_kernel_packs_as_plain_operations_do(columns, monkeypatch):
+def test_the_kernel_packs_as_reference_operations_do(columns, monkeypatch):
     monkeypatch.setattr(packing, "interpreted", lambda: False)  # one interval for every program, as on a GPU
     given = drawn(4, columns)
     found, expected = pack_by_kernel(given), pack_by_operations(given)

@@ -45,7 +45,7 @@ def test_tables_and_gradients_of_the_networks(options, n_intervals, monkeypatch)
 
 
 @pytest.mark.parametrize("options", [{"radial_mlp_depth": 0}, {"bessel_trainable": True}])
-def test_other_networks_are_left_to_plain_operations(options, monkeypatch):
+def test_other_networks_are_left_to_reference_operations(options, monkeypatch):
     monkeypatch.setattr(nequip_tables, "deep_curves", None)  # not to be called
     model = make_potential(precision="float32", num_layers=1, l_max=0, num_features=2, **options).to(DEVICE).model
     with execution(kernels=True):

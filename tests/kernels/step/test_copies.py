@@ -20,7 +20,7 @@ def drawn(seed: int, length: int, dtype: torch.dtype) -> torch.Tensor:
 
 
 @pytest.mark.parametrize("share", [0.0, 0.4, 1.0])
-def test_tensors_begin_with_their_source_and_go_on_with_the_rest(share):
+def test_tensors_begin_with_their_source_and_continue_with_the_rest(share):
     cases = [(dtype, length) for dtype in TYPES for length in LENGTHS]
     rest = [drawn(i, length, dtype) for i, (dtype, length) in enumerate(cases)]
     sources = [drawn(100 + i, int(share * length), dtype) for i, (dtype, length) in enumerate(cases)]

@@ -52,7 +52,7 @@ def test_every_point_comes_once_in_an_order_fixed_by_seed_and_epoch(make):
 
 
 @pytest.mark.parametrize(("ranks", "sample"), [(2, 97), (3, 0), (4, 60)])
-def test_ranks_together_see_what_one_rank_would_and_go_on_anywhere(make, ranks, sample):
+def test_ranks_together_see_what_one_rank_would_and_resume_anywhere(make, ranks, sample):
     order = make().order(0, make().draws, epoch=2)
     loaders = [make(rank=rank, world_size=ranks, pad=True) for rank in range(ranks)]
     for loader in loaders:
@@ -84,7 +84,7 @@ def test_a_resumed_epoch_is_the_rest_of_it_bit_for_bit(make):
         assert all(torch.equal(one[name], other[name]) for name in one)
 
 
-def test_a_short_batch_is_padded_only_when_asked(make):
+def test_a_short_batch_is_padded_only_on_request(make):
     short, padded = list(make())[-1], list(make(pad=True))[-1]
     n = len(short["weight"])
     assert 0 < n < BATCH
@@ -128,7 +128,7 @@ def test_ranks_read_their_own_blocks_only(table, monkeypatch):
     assert sum(read) < len(table) / 4 * 0.6  # what lies before the window is not read
 
 
-def test_an_error_in_a_reading_thread_is_told(table, folder):
+def test_an_error_in_a_reading_thread_is_reported(table, folder):
     loader = StreamLoader(table, BATCH, shuffle=True)
     with (folder / "snap2.in.npy").open("r+b") as file:
         file.truncate(500)

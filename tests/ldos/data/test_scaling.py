@@ -86,7 +86,7 @@ def test_scaling_by_all_values_treats_columns_alike(far):
         Scaling.of("minmx", measure_points(far).targets)
 
 
-def test_values_that_are_no_numbers_are_named(folder):
+def test_nan_values_are_named(folder):
     array = np.load(folder / "snap1.out.npy")
     array[1, 2, 3, 2] = np.nan
     array[2, 0, 0, 2] = np.inf

@@ -116,7 +116,7 @@ def test_the_loop_in_c_adds_up_what_torch_does(twojmax, precision, tolerance):
     np.testing.assert_allclose(found[0], found[1], rtol=tolerance, atol=tolerance)
 
 
-def test_without_a_compiler_torch_does_it_and_says_so_unless_the_loop_was_asked_for(monkeypatch, caplog):
+def test_without_a_compiler_torch_does_it_and_says_so_unless_the_loop_was_requested(monkeypatch, caplog):
     monkeypatch.setattr("shutil.which", lambda name: None)
     triples = ((0, 0, 1),)
     clear_compiler_caches()
@@ -288,7 +288,7 @@ def test_harmonics_are_orthonormal_under_the_quadrature_and_add_up_to_chebyshev_
         ({"type": "gaussian", "species": "Al"}, "points.species must be a list .* not 'Al'"),
     ],
 )
-def test_settings_that_mean_nothing_are_refused_by_name(settings, message):
+def test_meaningless_settings_are_refused_by_name(settings, message):
     with pytest.raises(ForgefieldError, match=message):
         DescriptorOptions.from_mapping(settings, "points")
 

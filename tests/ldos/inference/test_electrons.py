@@ -115,7 +115,7 @@ def test_the_command_writes_what_follows_from_the_network(run, tmp_path, capsys)
     assert "exists already" in capsys.readouterr().err
 
 
-def test_the_calculator_of_a_repeated_cell_gives_so_many_times_the_energy(run):
+def test_the_calculator_of_a_repeated_cell_gives_n_times_the_energy(run):
     calculator = Calculator(run, temperature=600.0)
     atoms = structure()
     atoms.calc = calculator
@@ -168,7 +168,7 @@ def aluminium() -> Atoms:
         ({}, {"electrons": 4000}, structure(), 300, "Fermi"),
     ],
 )
-def test_what_is_missing_is_said_in_plain_words(facts, settings, atoms, temperature, words, tmp_path):
+def test_what_is_missing_is_reported(facts, settings, atoms, temperature, words, tmp_path):
     with pytest.raises(ForgefieldError, match=f"(?s){words}"):
         ElectronModel(make_run(tmp_path, **facts), **settings)(atoms, temperature)
 

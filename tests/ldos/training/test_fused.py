@@ -51,7 +51,7 @@ def test_kernels_give_the_gradients_that_are_written_out(activation, dtype):
 
 @pytest.mark.parametrize("loss", ["mse", "mae", "huber"])
 @pytest.mark.parametrize("activation", ["relu", "softplus", "elu"])
-def test_a_value_that_is_no_number_is_seen_in_the_loss_and_in_the_gradients(activation, loss):
+def test_a_nan_value_is_seen_in_the_loss_and_in_the_gradients(activation, loss):
     """Where an input is NaN, behind an activation on the outputs too."""
     model, how, resident = network(activation, activation, hidden=(20, 20)), task(loss), Rows(20)
     resident.rows[3, 2] = torch.nan

@@ -44,7 +44,7 @@ def test_two_processes_train_and_measure_as_one(tmp_path):
                 assert value == pytest.approx(other[key], rel=1e-9, abs=1e-9), key
 
 
-def test_what_was_saved_on_two_processes_goes_on_with_one_and_sees_the_rest_once(tmp_path):
+def test_what_was_saved_on_two_processes_resumes_with_one_and_sees_the_rest_once(tmp_path):
     """Stopped by its number of steps in the middle of an epoch; the order of points is that of one process."""
     made = config(tmp_path, "again", 2, "memory")
     made["trainer"] = {**made["trainer"], "max_epochs": -1, "max_steps": 5}

@@ -149,7 +149,7 @@ REFUSED = [
 
 
 @pytest.mark.parametrize(("changes", "message"), REFUSED, ids=[message[-40:] for _, message in REFUSED])
-def test_what_cannot_be_meant_is_refused(changes, message, tmp_path):
+def test_impossible_settings_are_refused(changes, message, tmp_path):
     with pytest.raises(ForgefieldError) as refused:
         train_only(point_config(tmp_path, **changes))
     assert message in str(refused.value)
@@ -199,7 +199,7 @@ def test_a_run_without_test_data_or_descriptors_says_so(tmp_path, capsys):
     assert "has no data.test; name snapshots with --data SNAPSHOTS" in capsys.readouterr().err
 
 
-def test_data_info_tells_what_a_snapshot_holds(tmp_path, capsys):
+def test_data_info_describes_a_snapshot(tmp_path, capsys):
     source = write_snapshot(tmp_path, "s0", seed=1)
     assert main(["data", "info", str(source)]) == 0
     out = " ".join(capsys.readouterr().out.split())

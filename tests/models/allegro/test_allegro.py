@@ -194,7 +194,7 @@ def test_irreps_that_cannot_become_scalars_are_left_out():
 # The laws
 
 
-def test_rotated_and_mirrored_structures_have_the_same_energy_and_turned_forces(potential):
+def test_rotated_and_mirrored_structures_have_the_same_energy_and_rotated_forces(potential):
     frame = make_frame(5, seed=5)
     turn = -o3.angles_to_matrix(*torch.tensor([0.3, 1.1, 2.0], dtype=torch.float64)).numpy()
     turned = moved(frame, positions=frame.positions @ turn.T, cell=frame.cell @ turn.T)
@@ -418,7 +418,7 @@ def test_numbers_come_from_the_data_and_a_resolved_section_resolves_to_itself():
         ({"zbl": {"p": 6}}, ["model.zbl.p", "polynomial_cutoff_p"]),
     ],
 )
-def test_what_is_wrong_is_named(options, words):
+def test_errors_name_what_is_wrong(options, words):
     with pytest.raises(ForgefieldError) as caught:
         resolve_model({"name": "allegro", **options}, species=SPECIES, cutoff=3.0, statistics=STATISTICS)
     for word in words:

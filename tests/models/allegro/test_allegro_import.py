@@ -141,7 +141,7 @@ def test_averaged_weights_are_taken_from_where_the_checkpoint_holds_them(tmp_pat
 
 
 @pytest.mark.parametrize("suffix", [".pt", ".npz"])
-def test_a_state_dict_with_options_beside_it(tmp_path, suffix):
+def test_a_state_dict_with_options_next_to_it(tmp_path, suffix):
     potential, tensors = trained_elsewhere()
     path = tmp_path / f"weights{suffix}"
     if suffix == ".pt":

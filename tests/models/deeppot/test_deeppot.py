@@ -77,7 +77,7 @@ def test_switch_is_one_then_zero_and_smooth_to_the_second_derivative():
 
 
 @pytest.mark.parametrize("name", MODELS)
-def test_energy_is_invariant_and_forces_turn_with_the_structure(name):
+def test_energy_is_invariant_and_forces_are_equivariant(name):
     options = dict(MODELS[name])
     potential = make_deeppot(options.pop("kind", "se_e2_a"), **options).eval()
     frame = make_frame(9, seed=3, box=4.5)
@@ -245,7 +245,7 @@ def test_energy_bias_is_the_least_squares_fit_of_total_energies():
         assert len(columns) == 2 or found[1] == -4.0
 
 
-def test_too_little_room_is_an_error_that_says_what_is_needed():
+def test_too_small_sel_is_an_error_that_gives_the_required_numbers():
     batch = make_batch(make_frame(9, seed=3, box=4.5))
     species, (source, centre) = batch["species"].numpy(), batch["edge_index"].numpy()
     needed = [max(np.bincount(centre[species[source] == b], minlength=9)) for b in range(2)]

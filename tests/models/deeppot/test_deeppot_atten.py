@@ -216,7 +216,7 @@ def test_empty_slots_matter():
 
 
 @pytest.mark.parametrize("name", ["smooth", "stripped", "v2", "without directions", "with exclusions"])
-def test_turns_with_the_frame(name):
+def test_is_equivariant(name):
     descriptor, frame = make_descriptor(**VARIANTS[name]), make_frame(6, seed=4)
     turn = np.linalg.qr(np.random.default_rng(0).normal(size=(3, 3)))[0]
     turned = dataclasses.replace(frame, positions=frame.positions @ turn.T + 0.7, cell=frame.cell @ turn.T)
@@ -396,7 +396,7 @@ def test_form_of_deepmd_and_back_is_the_same_descriptor(name):
     assert again.options.precision == "float64"
 
 
-def test_what_deepmd_has_no_words_for_is_refused():
+def test_models_that_deepmd_cannot_represent_are_refused():
     with pytest.raises(ForgefieldError, match="trained without model.descriptor.sel"):
         attention_tree(make_descriptor())
     with pytest.raises(ForgefieldError, match="attn_mask"):

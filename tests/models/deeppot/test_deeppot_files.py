@@ -235,7 +235,7 @@ def test_what_has_no_counterpart_is_refused_by_name(what, message, tmp_path):
         read_deepmd(path)
 
 
-def test_files_that_are_no_models_are_refused_with_their_name(tmp_path):
+def test_files_that_are_not_models_are_refused_with_their_name(tmp_path):
     for name, message in (("model.pb", "convert-backend"), ("missing.dp", "does not exist")):
         with pytest.raises(ForgefieldError, match=message):
             read_deepmd(tmp_path / name)

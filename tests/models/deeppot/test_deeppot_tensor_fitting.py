@@ -132,7 +132,7 @@ def test_outputs_are_the_plain_formulas(name):
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_outputs_turn_as_what_they_are(name):
+def test_outputs_are_equivariant(name):
     fitting, frame = make_fitting(name), make_frame(6, seed=4)
     turn = np.linalg.qr(np.random.default_rng(0).normal(size=(3, 3)))[0]
     turned = dataclasses.replace(frame, positions=frame.positions @ turn.T, cell=frame.cell @ turn.T)
@@ -189,9 +189,9 @@ def test_one_network_serves_all_species_of_a_descriptor_that_tells_them_apart():
     ("name", "options", "words"),
     [
         ("polar", {"scale": [1.0]}, "scale needs a number for each of 2 species"),
-        ("dos", {"numb_dos": 0}, "numb_dos is 0"),
+        ("dos", {"numb_dos": 0}, "numb_dos must be at least 1, not 0"),
         ("dos", {"out_bias": [[1.0], [2.0]]}, "out_bias needs 5 numbers for each of 2 species"),
-        ("extensive", {"task_dim": 0}, "task_dim is 0"),
+        ("extensive", {"task_dim": 0}, "task_dim must be at least 1, not 0"),
         ("dipole", {"activation_function": "thin"}, "activation_function is 'thin'"),
         ("dipole", {"trainable": [True]}, "trainable has 1 flags"),
     ],

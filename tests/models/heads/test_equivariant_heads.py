@@ -40,7 +40,7 @@ def predictor(name: str = "nequip", heads: Any = None, facts: Any = FACTS, **kno
 
 
 @pytest.mark.parametrize("name", SMALL)
-def test_vectors_and_tensors_turn_with_the_structure_and_numbers_do_not(name):
+def test_vectors_and_tensors_are_equivariant_and_scalars_invariant(name):
     model, frame = predictor(name), make_frame(6)
     expected = values(model, frame)
     turn, _ = np.linalg.qr(np.random.default_rng(0).standard_normal((3, 3)))
@@ -148,7 +148,7 @@ def test_layers_are_what_a_plain_network_of_torch_gives():
         ({"dropuot": 0.1}, r"Did you mean 'dropout'"),
     ],
 )
-def test_layers_that_cannot_be_are_refused(given, sentence):
+def test_invalid_layers_are_refused(given, sentence):
     with pytest.raises(ForgefieldError, match=sentence):
         predictor(heads={"gap": given}, facts={"gap": {}})
 

@@ -96,7 +96,7 @@ def test_one_trace_of_the_step_serves_every_size(name, form, layers):
 
 
 @pytest.mark.parametrize("name", ["painn", "egnn"])
-def test_vectors_turn_with_the_structure_and_come_with_the_features_of_the_same_pass(name):
+def test_vectors_are_equivariant_and_come_with_the_features_of_the_same_pass(name):
     model, frame = potential_of(name).model, make_frame(5)
     turn, _ = np.linalg.qr(np.random.default_rng(0).standard_normal((3, 3)))
     turned = dataclasses.replace(frame, positions=frame.positions @ turn.T + 0.3, cell=frame.cell @ turn.T)

@@ -54,7 +54,7 @@ def test_averaged_weights_are_taken_from_where_the_checkpoint_holds_them(tmp_pat
 
 
 @pytest.mark.parametrize("suffix", [".pt", ".npz"])
-def test_a_state_dict_with_options_beside_it(tmp_path, suffix):
+def test_a_state_dict_with_options_next_to_it(tmp_path, suffix):
     potential, tensors = trained_elsewhere()
     path = tmp_path / f"weights{suffix}"
     if suffix == ".pt":
@@ -161,7 +161,7 @@ def test_weights_without_a_counterpart_are_refused(tmp_path):
 
 
 @pytest.mark.parametrize("kind", ["missing", "text", "truncated", "plain pickle", "other zip"])
-def test_a_file_that_is_no_checkpoint_is_said_to_be_none(tmp_path, kind):
+def test_a_file_that_is_not_a_checkpoint_is_refused(tmp_path, kind):
     path = tmp_path / "x.ckpt"
     if kind == "text":
         path.write_text("hello")

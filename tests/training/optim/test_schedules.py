@@ -122,7 +122,7 @@ def test_a_given_decay_rate_is_taken_and_the_last_rate_is_its_floor() -> None:
 
 @settings(max_examples=20, deadline=None)
 @given(st.sampled_from(sorted(CURVES)), st.integers(1, 999))
-def test_a_resumed_schedule_goes_on_with_the_same_rates_to_the_last_bit(name: str, when: int) -> None:
+def test_a_resumed_schedule_has_the_same_rates_to_the_last_bit(name: str, when: int) -> None:
     spec, _ = CURVES[name]
     whole = walk(make(spec), 1000)
     first = make(spec)
@@ -141,7 +141,7 @@ def test_a_factor_on_learning_rates_scales_the_whole_curve(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", CURVES)
-def test_a_checkpoint_of_another_number_of_ranks_goes_on_with_scaled_rates(name: str) -> None:
+def test_a_checkpoint_of_another_number_of_ranks_resumes_with_scaled_rates(name: str) -> None:
     spec, _ = CURVES[name]
     first, second = make(spec, lr_factor=2.0), make(spec, lr_factor=6.0)
     walk(first, 400)
@@ -161,7 +161,7 @@ def resumed(scheduler: Any, spec: dict[str, Any], steps: int) -> Any:
 
 
 @pytest.mark.parametrize("name", CURVES)
-def test_a_run_that_is_made_longer_goes_on_on_the_longer_curve(name: str) -> None:
+def test_a_run_that_is_made_longer_follows_the_longer_curve(name: str) -> None:
     spec, _ = CURVES[name]
     first = make(spec)
     walk(first, 399)
@@ -253,7 +253,7 @@ def test_cosine_still_names_the_scheduler_of_torch() -> None:
         ("wsdd", "Did you mean 'wsd'"),
     ],
 )
-def test_what_has_no_meaning_is_refused(spec: Any, said: str) -> None:
+def test_meaningless_settings_are_refused(spec: Any, said: str) -> None:
     with pytest.raises(ForgefieldError, match="training.scheduler") as error:
         make(spec)
     assert said in str(error.value)

@@ -72,7 +72,7 @@ def test_a_head_of_another_shape_is_new(folder, capsys):
         train_only(config(folder, "wrong", {"gap": {}}, "first", model={"heads": {"gab": {}}}))
 
 
-def test_a_changed_task_goes_on_exactly_after_an_interruption(folder, monkeypatch):
+def test_a_changed_task_resumes_exactly_after_an_interruption(folder, monkeypatch):
     given = {
         "training": {
             "checkpoint": {"every_steps": 2},
@@ -200,12 +200,12 @@ def test_what_a_run_with_low_rank_changes_writes_is_a_plain_model(folder):
         ({"weighting": "uncertainty"}, r"training\.weighting balances several targets, but the task has only one"),
     ],
 )
-def test_settings_that_cannot_be_are_refused(training, sentence, folder):
+def test_invalid_settings_are_refused(training, sentence, folder):
     with pytest.raises(ForgefieldError, match=sentence):
         train_only(config(folder, "refused", {"gap": {}}, training=training), fresh=True)
 
 
-def test_low_rank_changes_of_what_is_no_matrix_are_refused(folder):
+def test_low_rank_changes_of_what_is_not_a_matrix_are_refused(folder):
     made = config(folder, "no-lora", {"gap": {}}, "first", training={"lora": {"rank": 2, "targets": ["model.layer.*"]}})
     with pytest.raises(ForgefieldError, match=r"no weight matrix of the model that is larger than rank 2 matches"):
         train_only(made)

@@ -229,7 +229,7 @@ def test_what_contradicts_the_model_is_refused(what, place, tmp_path):
     assert not (tmp_path / "runs" / "further").exists()
 
 
-def test_what_agrees_with_the_model_may_be_said(place, tmp_path):
+def test_what_agrees_with_the_model_may_be_given(place, tmp_path):
     """As it was written then, as it was completed (`num_features`), or left to the data (null)."""
     model = tiny_config(place)["model"] | {"num_features": [4, 4], "parity": True, "energy_shifts": None}
     train_only(extra_outputs(place, tmp_path, "nequip", data={"cutoff": 3.5, "reference_energies": "auto"}, **model))
@@ -288,7 +288,7 @@ def test_a_config_without_a_run_needs_its_cutoff_and_check_takes_the_model_of_th
 
 
 @pytest.mark.parametrize("source", ["nequip", "deeppot"])
-def test_an_interrupted_training_goes_on_without_the_first_run(source, place, tmp_path, monkeypatch):
+def test_an_interrupted_training_resumes_without_the_first_run(source, place, tmp_path, monkeypatch):
     """The first run is gone after the first step: its weights cannot be loaded again."""
     shutil.copytree(place / "runs" / source, tmp_path / "runs" / "first")
     training = {"checkpoint": {"every_steps": 2}}
@@ -339,7 +339,7 @@ def test_two_ranks_begin_and_step_as_one(place, tmp_path):
     assert Run(tmp_path / "runs" / "on-1").info["model"] == Run(tmp_path / "runs" / "on-2").info["model"]
 
 
-def test_a_model_of_the_users_own_is_trained_further_but_may_have_no_shifts(place, tmp_path):
+def test_a_model_of_the_user_is_trained_further_but_may_have_no_shifts(place, tmp_path):
     config = tiny_config(place, name="own", out=str(tmp_path / "runs"), trainer=SHORT)
     config["model"] = {"name": "tests.support.own_model.Springs", "stiffness": 0.2}
     first = train_only(config)

@@ -67,7 +67,7 @@ def test_old_species_keep_what_was_learnt_and_new_ones_are_learnt(kind, tmp_path
     assert (np.array(descriptor["dstd"]) > 0).all()
 
 
-def test_only_what_is_trainable_from_now_on_is_trained_and_a_run_goes_on(tmp_path):
+def test_only_what_is_trainable_from_now_on_is_trained_and_a_run_resumes(tmp_path):
     first_run(tmp_path, "pairs")
     config = extra_outputs(tmp_path, descriptor={"trainable": False})
     run = train_only(config)

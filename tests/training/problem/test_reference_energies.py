@@ -56,7 +56,7 @@ def shifted_frames(tmp_path) -> dict:
     return config
 
 
-def test_a_training_of_an_own_model_starts_at_the_reference_energies_and_its_run_keeps_them(tmp_path):
+def test_a_training_of_a_user_model_starts_at_the_reference_energies_and_its_run_keeps_them(tmp_path):
     config = shifted_frames(tmp_path) | {"model": {"name": PAIRS}}
     run = forgefield.train(config)
     assert run.info["model"]["reference_energies"] == run.info["statistics"]["reference_energies"]
@@ -118,7 +118,7 @@ def test_the_bias_of_a_deep_potential_is_fitted_to_what_zbl_leaves(tmp_path):
     assert bias == pytest.approx({"Cu": -3.0, "Au": -4.0}, abs=1e-4)
 
 
-def test_shifts_of_an_own_model_can_be_fitted_to_new_data(tmp_path):
+def test_shifts_of_a_user_model_can_be_fitted_to_new_data(tmp_path):
     config = load_config(shifted_frames(tmp_path) | {"model": {"name": PAIRS}})
     data = read_data(config.data, config.seed)
     resolved = resolved_own(PAIRS) | {"species": list(data.species.symbols), "cutoff": float(config.data.cutoff)}

@@ -1,0 +1,83 @@
+"""Batches of frames that stay on a device are, bit for bit, those that are assembled on the host."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from forgefield.data.dataset import GraphDataset
+from forgefield.data.sampling.loader import FrameLoader
+from forgefield.data.sampling.plan import Budget
+from forgefield.data.sampling.resident import ResidentFrames, memory_bytes
+from forgefield.data.species import SpeciesTable
+from tests.support.mixed_frames import DATASET, SIZES, frames
+
+CPU = torch.device("cpu")
+
+
+def assert_same_batches(expected: FrameLoader, loader: FrameLoader) -> None:
+    first, second = list(expected), list(loader)
+    assert len(first) == len(second)
+    for batch, other in zip(first, second):
+        assert list(batch) == list(other)
+        for key, tensor in batch.items():
+            assert tensor.dtype == other[key].dtype, key
+            assert other[key].is_contiguous(), key
+            assert torch.equal(tensor.nan_to_num(nan=-7.0), other[key].nan_to_num(nan=-7.0)), key
+
+
+@given(
+    budget=st.one_of(
+        st.integers(1, 20).map(lambda n: Budget("frames", n)),
+        st.integers(9, 60).map(lambda n: Budget("atoms", n)),
+        st.integers(1, 300).map(lambda n: Budget("edges", n, "alone")),
+    ),
+    ranks=st.integers(1, 5),
+    epoch=st.integers(0, 3),
+    window=st.sampled_from([1, 20_000, 2**30]),
+    start=st.integers(0, len(SIZES)),
+    keys=st.sampled_from([None, 3]),
+)
+@settings(max_examples=60, deadline=None)
+def test_batches_equal_those_of_the_host(budget, ranks, epoch, window, start, keys):
+    resident = ResidentFrames(DATASET, CPU, window_bytes=window)
+    for rank in range(ranks):
+        settings = {"shuffle": True, "seed": 5, "rank": rank, "world_size": ranks, "keys": keys}
+        plain, kept = (FrameLoader(DATASET, budget, **settings) for _ in range(2))
+        kept.resident = resident
+        for loader in (plain, kept):
+            loader.set_epoch(epoch)
+            loader.start_at(start)
+        assert_same_batches(plain, kept)
+        for loader in (plain, kept):
+            loader.set_epoch(epoch + 1)
+        assert_same_batches(plain, kept)
+
+
+def test_lists_without_reverse_edges():
+    from forgefield.data.neighbours.graph import GraphOptions
+
+    dataset = GraphDataset(frames(SIZES), SpeciesTable(["Cu", "Au"]), GraphOptions(3.0, max_neighbours=2))
+    plain, kept = FrameLoader(dataset, 4), FrameLoader(dataset, 4)
+    kept.resident = ResidentFrames(dataset, CPU)
+    assert "edge_reverse" not in next(iter(kept))
+    assert_same_batches(plain, kept)
+
+
+def test_memory_is_that_of_the_columns_and_of_the_batches():
+    resident = ResidentFrames(DATASET, CPU)
+    kept, arranged = memory_bytes(DATASET)
+    assert kept == resident.n_bytes == sum(column.nbytes for column in resident._columns.values())
+    assert arranged == sum(tensor.nbytes for tensor in DATASET.batch(np.arange(len(DATASET))).values())
+
+
+def test_noise_is_added_on_the_host():
+    from forgefield.data.batch import Noise
+
+    loader = FrameLoader(DATASET, 4, noise=Noise(0.1, seed=1))
+    loader.resident = ResidentFrames(DATASET, CPU)
+    with pytest.raises(ValueError, match="noise"):
+        next(iter(loader))
