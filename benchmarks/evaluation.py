@@ -139,7 +139,7 @@ class Scaled(Calculator):
 
 def timed(step: Callable[[], object], steps: int, device: torch.device) -> float:
     """Milliseconds of a step."""
-    for _ in range(5):
+    for _ in range(min(5, steps)):
         step()
     synchronise(device)
     start = time.perf_counter()
@@ -184,7 +184,7 @@ def engine_row(potential: Potential, boxes: list[Atoms], steps: int, device: tor
     captures = engine.captures
     replay = timed(program.run, min(steps, 30), device)
     evaluation = timed(lambda: engine.evaluate(dynamics.positions, dynamics.cell), min(steps, 30), device)
-    lists = timed(program.build_lists, 10, device)
+    lists = timed(program.build_lists, min(steps, 10), device)
     n_atoms = len(dynamics.positions)
     print(
         f"{label:22} {n_atoms:8} atoms {int(program.status[2]):9} edges  step {whole:8.3f} ms  evaluate {evaluation:8.3f}  "
