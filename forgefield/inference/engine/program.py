@@ -21,7 +21,7 @@ from forgefield.kernels.edges.near import NearEdges, SkinLists, select_near, sum
 from forgefield.models.edges import EdgeContext, FixedWeights
 from forgefield.models.potential import Potential
 from forgefield.ops.execution import execution
-from forgefield.ops.graph import GradientSwitch, edge_graph
+from forgefield.ops.graph import EdgeGraph, GradientSwitch, edge_graph
 
 STATUS = 5
 """Numbers of the status at the beginning of the output; see `kernels/edges/near.py`."""
@@ -170,24 +170,9 @@ class Program:
     def capture(self, pool: object) -> None:
         """From now on, replay a CUDA graph. Lists and systems must have been set. pool: memory shared with other graphs."""
 
-        self._build = self._captured(self.builder.build, pool)
-        self._run = self._captured(self._compute, pool)
-
-    def _captured(self, function: Callable[[], None], pool: object) -> Callable[[], object]:
-        def joining() -> None:
-            with joined():
-                function()
-
-        graph, _ = capture(
-            joining,
-            warm_up=function,
-            warm_ups=WARM_UPS,
-            pool=pool,  # type: ignore[arg-type]
-            refusal="the evaluation cannot be captured as a CUDA graph",
-            instead="it is computed without.",
-        )
-        self._graphs.append(graph)
-        return graph.replay
+        graphs = [captured_evaluation(function, pool) for function in (self.builder.build, self._compute)]
+        self._build, self._run = (graph.replay for graph in graphs)
+        self._graphs = graphs
 
     @property
     def captured(self) -> bool:
@@ -209,30 +194,18 @@ class Program:
         )
         self.status.copy_(near.status)
         batch = self._batch()
-        with execution(kernels=True), evaluation(), torch.set_grad_enabled(settings.gradients):
-            vectors = near.vectors.detach().requires_grad_(settings.gradients)
+        with execution(kernels=True), evaluation():
             graph = edge_graph(batch)
-            edges = EdgeContext(
-                vectors,
-                batch,
-                graph,
-                GradientSwitch(),
-                differentiated_again=False,
-                fixed_weights=self.fixed,
+            atomic, slope = energies_and_slopes(
+                self.potential, batch, graph, near.vectors, self.fixed, gradients=settings.gradients
             )
-            atomic = self.potential.atomic_energies(batch, edges)
-            virials = vectors.new_zeros(0)
-            if settings.gradients:
-                if atomic.requires_grad:
-                    (slope,) = torch.autograd.grad([atomic], [vectors], [torch.ones_like(atomic)])
-                else:  # a model without any weights for these species
-                    slope = torch.zeros_like(vectors)
+            if slope is None:
+                virials = torch.zeros((self.size.atoms, 9), dtype=torch.float64, device=self.device)
+            else:
                 virials = torch.empty((self.size.atoms, 9), dtype=torch.float64, device=self.device)
                 pointers = graph.by_destination.pointers
-                sum_over_edges(slope.contiguous(), near.vectors, pointers, near.reverse, self.forces, virials)
-            else:
-                virials = torch.zeros((self.size.atoms, 9), dtype=torch.float64, device=self.device)
-            self.atomic.copy_(atomic.detach())
+                sum_over_edges(slope, near.vectors, pointers, near.reverse, self.forces, virials)
+            self.atomic.copy_(atomic)
             parts = torch.empty((self.size.systems, self.n_shares, 10), dtype=torch.float64, device=self.device)
             sum_over_frames(self.atomic, virials, self.first_atoms, self.cell, parts, self.energy, self.stress)
 
@@ -249,3 +222,44 @@ class Program:
             "edge_shift": torch.zeros(1, 3, dtype=torch.float64, device=self.device).expand(self.size.edges, 3),
             "edge_reverse": near.reverse,
         }
+
+
+def energies_and_slopes(
+    potential: Potential,
+    batch: dict[str, Tensor],
+    graph: EdgeGraph,
+    vectors: Tensor,
+    fixed: FixedWeights,
+    *,
+    gradients: bool,
+) -> tuple[Tensor, Tensor | None]:
+    """Energies of atoms (n_atoms,), eV, and their derivative in the edge vectors (n_edges, 3), eV/A, by kernels where the model
+    has some; None without `gradients`. vectors: (n_edges, 3), A. fixed: of the potential, whose weights do not change."""
+    with torch.set_grad_enabled(gradients):
+        vectors = vectors.detach().requires_grad_(gradients)
+        edges = EdgeContext(vectors, batch, graph, GradientSwitch(), differentiated_again=False, fixed_weights=fixed)
+        atomic = potential.atomic_energies(batch, edges)
+        if not gradients:
+            return atomic, None
+        if not atomic.requires_grad:  # a model without any weights for these species
+            return atomic, torch.zeros_like(vectors)
+        (slope,) = torch.autograd.grad([atomic], [vectors], [torch.ones_like(atomic)])
+    return atomic.detach(), slope.contiguous()
+
+
+def captured_evaluation(function: Callable[[], None], pool: object) -> torch.cuda.CUDAGraph:
+    """The CUDA graph of a function without arguments. pool: memory shared with other graphs."""
+
+    def joining() -> None:
+        with joined():
+            function()
+
+    graph, _ = capture(
+        joining,
+        warm_up=function,
+        warm_ups=WARM_UPS,
+        pool=pool,  # type: ignore[arg-type]
+        refusal="the evaluation cannot be captured as a CUDA graph",
+        instead="it is computed without.",
+    )
+    return graph

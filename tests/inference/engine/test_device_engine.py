@@ -17,8 +17,10 @@ from forgefield.inference.engine import comparison
 from forgefield.inference.engine.comparison import compare, part_of
 from forgefield.inference.engine.device import DeviceEngine, Systems, refusal
 from forgefield.inference.engine.program import ProgramSize
+from forgefield.inference.lammps.evaluator import Evaluator, Share
 from forgefield.kernels.convolution import passes as convolution
 from forgefield.models import AtomisticModel
+from forgefield.models.edges import edge_vectors
 from forgefield.models.potential import Potential
 from tests.support.kernels import DEVICE, needs_kernels
 from tests.support.structures import make_batch, make_frame, make_potential
@@ -224,6 +226,24 @@ def test_comparison_finds_a_model_that_differs(monkeypatch):
     wrong, *_ = engine_of(frames, Potential(Unlike()))
     with pytest.raises(ForgefieldError, match="is not exact"):
         compare(wrong, systems, positions, cells)
+
+
+@needs_kernels
+@pytest.mark.parametrize("model", ["springs", "nequip"])
+def test_edges_from_another_program(model):
+    """As LAMMPS passes them: numbers of atoms and edges vary, sums are those of the eager model."""
+    potential = Potential(Springs()) if model == "springs" else make_potential("float64", num_features=2)
+    potential = potential.to(DEVICE).eval().requires_grad_(False)
+    messages: list[str] = []
+    by_engine, eager = (Evaluator(potential, engine=engine, notify=messages.append) for engine in (True, False))
+    for frames in ([make_frame(4, seed=1, box=4.6)], [make_frame(3, seed=2, box=4.6)], CASES["single atom"]()):
+        batch = {name: tensor.to(DEVICE) for name, tensor in make_batch(*frames).items()}
+        share = Share(len(batch["species"]), batch["species"], *batch["edge_index"], edge_vectors(batch))
+        found, wanted = by_engine.evaluate(share), eager.evaluate(share)
+        torch.testing.assert_close(found.energies, wanted.energies, rtol=1e-12, atol=1e-13)
+        torch.testing.assert_close(found.slopes, wanted.slopes, rtol=1e-11, atol=1e-13)
+    assert len(messages) == 1
+    assert by_engine.deviation.forces < 1e-11
 
 
 def test_the_compared_part_is_whole_systems_or_next_to_the_centre():
