@@ -31,13 +31,13 @@ from forgefield.models.mace.passes import (
     Atoms,
     EdgePass,
     Layer,
+    LayerWeights,
     MovedPass,
     compile_layers,
     layer_weights,
-    linear,
-    moving,
 )
 from forgefield.models.mace.readout import GatedReadout, LinearReadout
+from forgefield.models.mace.stacks import Started, awaited, cut_list, linear, moving
 from forgefield.models.mace.tables import radial_tables
 from forgefield.ops.autograd import carried, side_by_side, tangent_of
 from forgefield.ops.execution import current
@@ -153,7 +153,10 @@ def _read(model: MACE, stacks: Sequence[Tensor], *, trained: bool) -> Tensor:
             assert isinstance(readout, LinearReadout)
             weight = readout.weight if trained else readout.weight.detach()
             value, factor = linear(x, weight).squeeze(2), readout.scale
-        total = factor * value if total is None else torch.add(total, value, alpha=factor)
+        if total is None:
+            total = value if factor == 1 else factor * value
+        else:
+            total = torch.add(total, value, alpha=factor)
     assert total is not None
     return total
 
@@ -242,8 +245,11 @@ def _encode_moved(
     """Features at rest, atomic energies (n_atoms,), eV, float64, and their tangents, all with a gradient in the weights. Terms
     that do not depend on any weight are omitted."""
     blocks, scalars = [_species_table(model)], []
+    started = Started()
+    weights, tracked = _awaited_weights(first, started)
     for number, layer in enumerate(first.layers):
-        blocks = layer.moved(blocks, _moved_pass(layer.interaction, first, motion, basis, number))
+        edges = _moved_pass(layer.interaction, first, motion, basis, number, tracked)
+        blocks = layer.moved(blocks, weights[number], edges, started)
         scalars.append(blocks[0].squeeze(2))
     head = model.heads(batch)
     last = scalars[-len(model.readouts) :]
@@ -260,8 +266,23 @@ def _encode_moved(
     return join([stack[0] for stack in scalars], 1), energies, scales * moved
 
 
+def _awaited_weights(first: FirstPass, started: Started) -> tuple[list[LayerWeights], list[list[Tensor]]]:
+    """Weights of all layers, and tracked tensors of their tables, whose gradients may be unfinished work."""
+    weights = [layer.weights for layer in first.layers]
+    tracked = [table.tracked() for table in first.tables or []]
+    parts = [part.tensors() for part in weights] + tracked
+    *parts, _ = cut_list(awaited(started, [x for part in parts for x in part]), [len(part) for part in parts])
+    made = [part.replaced(tensors) for part, tensors in zip(weights, parts)]
+    return made, parts[len(weights) :]
+
+
 def _moved_pass(
-    interaction: Interaction, first: FirstPass, motion: Motion, basis: Sequence[Tensor], number: int
+    interaction: Interaction,
+    first: FirstPass,
+    motion: Motion,
+    basis: Sequence[Tensor],
+    number: int,
+    tracked: list[list[Tensor]],
 ) -> MovedPass:
     inputs = first.inputs
 
@@ -273,7 +294,7 @@ def _moved_pass(
         if interaction.has_density:
             (density,) = carried(lambda rows: [interaction.plain_density(at(rows))], basis)
         table = first.tables[number]
-        curves, matrix = table.tracked()
+        curves, matrix = tracked[number]
         return MovedPass(motion, (curves, matrix), density, table, first.at, first.position)
     made = carried(lambda rows: [x for x in interaction.radial_weights(at(rows)) if x is not None], basis)
     weights = made[0]
