@@ -302,8 +302,16 @@ class _OfAtoms(TypedFunction):
 # ---- sums over neighbours
 
 
-def _multiply(x: Tensor, matrix: Tensor, out: Tensor) -> None:
-    """Write a product of rows."""
+def _multiply(rows: Sequence[Tensor], matrices: Sequence[Tensor], out: Sequence[Tensor]) -> None:
+    """Write products of rows, one for each block, concurrently: those of small batches are limited by latency."""
+    first, *others = zip(rows, matrices, out)
+    started = [Concurrent(f"block {number}", partial(_write_product, *parts)) for number, parts in enumerate(others)]
+    _write_product(*first)
+    for work in started:
+        work.result()
+
+
+def _write_product(x: Tensor, matrix: Tensor, out: Tensor) -> None:
     if is_lowered(x):
         out.copy_(product(x, matrix))
     else:
@@ -328,8 +336,8 @@ class _Sums(TypedFunction):
         layer.x.fill(VALUE, [stack[0] for stack in sent])
         layer.convolution = Convolution(layer.form, layer.graph, harmonics, radial, still=layer.first)
         layer.convolution.values(layer.x, layer.z)
-        for number, (stack, matrix) in enumerate(zip(layer.sums, matrices)):
-            _multiply(layer.z.rows(number, VALUE), matrix, stack[VALUE].flatten(0, 1))
+        rows = [layer.z.rows(number, VALUE) for number in range(len(matrices))]
+        _multiply(rows, matrices, [stack[VALUE].flatten(0, 1) for stack in layer.sums])
         return tuple(stack[:1] for stack in layer.sums)
 
     @staticmethod
@@ -337,8 +345,9 @@ class _Sums(TypedFunction):
     def backward(ctx: AutogradContext, *to_sums: Tensor) -> Gradients:
         layer: Layer = ctx.layer
         assert layer.convolution is not None
-        for number, (to_stack, matrix) in enumerate(zip(to_sums, ctx.matrices)):
-            _multiply(to_stack.reshape(-1, matrix.shape[1]), matrix.t(), layer.to_z.rows(number, TANGENT))
+        rows = [to_stack.reshape(-1, matrix.shape[1]) for to_stack, matrix in zip(to_sums, ctx.matrices)]
+        transposed = [matrix.t() for matrix in ctx.matrices]
+        _multiply(rows, transposed, [layer.to_z.rows(number, TANGENT) for number in range(len(rows))])
         columns = 4 if ctx.in_table else layer.form.n_harmonics
         parts = layer.z.flat.new_empty((layer.form.n_chunks, layer.graph.n_edges, columns))
         to_x = None if layer.first else layer.to_x
@@ -367,8 +376,8 @@ class _MovingSums(TypedFunction):
         if not layer.first:
             layer.x.fill(TANGENT, [stack[TANGENT] for stack in sent])
         layer.convolution.tangents(layer.x, layer.z, edges.motion)
-        for number, (stack, matrix) in enumerate(zip(layer.sums, matrices)):
-            _multiply(layer.z.rows(number, TANGENT), matrix, stack[TANGENT].flatten(0, 1))
+        rows = [layer.z.rows(number, TANGENT) for number in range(len(matrices))]
+        _multiply(rows, matrices, [stack[TANGENT].flatten(0, 1) for stack in layer.sums])
         return tuple(stack.detach() for stack in layer.sums)
 
     @staticmethod
@@ -379,12 +388,13 @@ class _MovingSums(TypedFunction):
         started = layer.started
         assert layer.convolution is not None
         assert started is not None
-        to_matrices = []
-        for number, (to_stack, matrix) in enumerate(zip(to_sums, ctx.matrices)):
-            rows = to_stack.reshape(-1, matrix.shape[1])
-            _multiply(rows[: len(rows) // 2], matrix.t(), layer.to_z.rows(number, VALUE))
-            gradient = partial(matrix_gradient, layer.z.both(number), rows)
-            to_matrices.append(started.run("matrices", gradient))
+        rows = [to_stack.reshape(-1, matrix.shape[1]) for to_stack, matrix in zip(to_sums, ctx.matrices)]
+        to_matrices = [
+            started.run("matrices", partial(matrix_gradient, layer.z.both(number), both))
+            for number, both in enumerate(rows)
+        ]
+        to_z = [layer.to_z.rows(number, VALUE) for number in range(len(rows))]
+        _multiply([both[: len(both) // 2] for both in rows], [matrix.t() for matrix in ctx.matrices], to_z)
         collected: _RowGradients | _TableGradients
         collected = _RowGradients(layer.graph) if edges.table is None else _TableGradients(edges, started)
         started.wait_for_rows()  # of the next layer, whose memory is reused
