@@ -28,6 +28,7 @@ from forgefield.data.labels.label_reader import LabelReader
 from forgefield.data.module import FrameData
 from forgefield.data.options import DataOptions
 from forgefield.data.paths import test_sets
+from forgefield.data.readers import with_type_map
 from forgefield.data.reading import label_settings, read_table, unit_settings
 from forgefield.data.sampling.batching import evaluation_budget
 from forgefield.data.sampling.loader import FrameLoader
@@ -187,7 +188,9 @@ def test_frames(
     """
     labels, units = label_settings(options.labels), unit_settings(options.units)
     reader = LabelReader(labels, units)
-    frames = read_table(data, labels, units, lazy=is_lazy(options), required=labels_required, reader=reader)
+    frames = read_table(
+        with_type_map(data, run.type_map), labels, units, lazy=is_lazy(options), required=labels_required, reader=reader
+    )
     require_same_data(frames.fingerprint, ranks)
     dataset = GraphDataset(frames, SpeciesTable(run.species, trained=True), run.graph)
     batch = evaluation_budget(options)
@@ -445,9 +448,17 @@ def _short(text: str) -> str:
 
 
 def write_test(
-    run: Run, errors: dict[str, float], *, name: str, data: object, which: str, head: str | None = None, **counts: int
+    run: Run,
+    errors: dict[str, float],
+    *,
+    name: str,
+    data: object,
+    which: str,
+    head: str | None = None,
+    details: dict[str, Any] | None = None,
+    **counts: int,
 ) -> None:
-    """Write errors to `NAME.json` of a run. counts: number of samples, as in `frames=100`."""
+    """Write errors to `NAME.json` of a run. details: other results, by key. counts: number of samples, as in `frames=100`."""
     content = {
         "source": _short(str(data)),
         "weights": which,
@@ -457,5 +468,6 @@ def write_test(
         "date": f"{datetime.now():%Y-%m-%d %H:%M}",
         "identity": _identity(data, which, head),
         "errors": errors,
+        **(details or {}),
     }
     write_atomically(run.path / f"{name}.json", json.dumps(content, indent=1) + "\n")

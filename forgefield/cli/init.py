@@ -14,6 +14,7 @@ examples:
   forgefield init water.extxyz                                   writes water.yaml
   forgefield init 'cu/*.extxyz' -o cu.yaml --name copper
   forgefield init ethanol.npz data.units.energy=kcal/mol
+  forgefield init be/                                            snapshots of grid points (MALA)
 """
 
 
@@ -33,11 +34,17 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     from forgefield.data.starter import describe, propose_config, unit_note
+    from forgefield.ldos.starter import are_snapshots, propose_points_config
 
     files = [word for word in args.words if Path(word).exists() or not is_override(word)]
     overrides = [word for word in args.words if word not in files]
     if not files:
         raise ForgefieldError("name the data to write a config for, as in: forgefield init water.extxyz")
+    if are_snapshots(files):
+        out, about = propose_points_config(files, overrides, out=args.out, name=args.name, overwrite=args.force)
+        print(f"{', '.join(files)}: {about}")
+        print(f"wrote {out}; enter the energies of the levels (data.points.energies), then: forgefield train {out}")
+        return 0
     out, facts = propose_config(files, overrides, out=args.out, name=args.name, overwrite=args.force)
     print(f"{', '.join(files)}: {describe(facts)}")
     if "?" in unit_note(facts):

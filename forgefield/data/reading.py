@@ -115,7 +115,7 @@ def _cached_store(
     settings = [VERSION, names, label_keys, asdict(units), None if graph is None else asdict(same_graph(graph))]
     key = hashlib.blake2b(json.dumps(settings, default=str).encode(), digest_size=16).hexdigest()
     folder = cache_folder() / "stores" / key
-    with _locked(folder.with_suffix(".lock")):
+    with locked(folder.with_suffix(".lock")):
         if not is_store(folder):
             log.info("data.lazy: the data is converted once, to %s (FORGEFIELD_CACHE sets another folder)", folder)
             convert(files, folder, labels=labels, units=units, graph=graph, progress=progress)
@@ -123,7 +123,7 @@ def _cached_store(
 
 
 @contextmanager
-def _locked(path: Path) -> Iterator[None]:
+def locked(path: Path) -> Iterator[None]:
     """Hold a file lock, after waiting for other processes to release it."""
     try:
         path.parent.mkdir(parents=True, exist_ok=True)

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
@@ -18,6 +19,7 @@ from forgefield.errors import ForgefieldError
 from forgefield.evaluation import load_shared, write_test
 from forgefield.files import written_atomically
 from forgefield.ldos.data import PointTable, Selection, StreamLoader, find_snapshots
+from forgefield.ldos.descriptors.computed import input_maker
 from forgefield.ldos.loss import PointErrors
 from forgefield.ldos.model import LDOSNetwork
 from forgefield.ldos.observables import OBSERVABLE_UNITS, Observables, SnapshotFacts, mean_absolute
@@ -42,11 +44,12 @@ def measure_points(run: Run, config: Config, data: PointData, journal: Journal, 
     device = evaluation_device(config.trainer.get("accelerator"))
     model = _network(run, "best", device, ranks)
     results: dict[str, dict[str, float]] = {}
+    by_snapshot: dict[str, list[dict[str, Any]]] = {}
     for split, point_split in (("val", data.val), ("test", data.test)):
         if point_split is None:
             continue
         selection = None if point_split.is_complete else point_split.selection
-        results[split], missing = _evaluate(
+        results[split], missing, by_snapshot[split] = _evaluate(
             run, model, point_split.table, split, config.data, config.task, ranks, selection=selection
         )
         if point_split.is_complete:
@@ -54,7 +57,15 @@ def measure_points(run: Run, config: Config, data: PointData, journal: Journal, 
     if not ranks.is_rank_zero:
         return
     if data.test is not None:
-        write_test(run, results["test"], name="test", data=config.data.test, which="best", points=len(data.test))
+        write_test(
+            run,
+            results["test"],
+            name="test",
+            data=config.data.test,
+            which="best",
+            points=len(data.test),
+            details={"snapshots": by_snapshot["test"]},
+        )
     write_report(run.path)
     hints = [f"forgefield test {run.path} --data SNAPSHOTS", f"report: {run.path / 'report.html'}"]
     units, note = run.units | OBSERVABLE_UNITS, run.info.get("stopped_early")
@@ -80,13 +91,25 @@ def test_points(
     """
     points = options.points
     assert points is not None, "a run on points has this section"
-    table = PointTable(find_snapshots(data, target=points.target, units=points.units, setting="--data"))
+    settings = points.descriptors or run.info["model"]["points"]["descriptors"]
+    table = PointTable(
+        find_snapshots(
+            data,
+            target=points.target,
+            units=points.units,
+            setting="--data",
+            make_inputs=input_maker(settings),
+        )
+    )
     require_same_data(table.fingerprint, ranks)
     model = _network(run, which, device, ranks)
-    errors, missing = _evaluate(run, model, table, name, options, run.config.task, ranks)
+    errors, missing, by_snapshot = _evaluate(run, model, table, name, options, run.config.task, ranks)
     if ranks.is_rank_zero:
         _report_missing(missing, print)
-        write_test(run, errors, name=name, data=data, which=which, points=table.n_points)
+        for snapshot in by_snapshot:
+            print(_snapshot_text(snapshot))
+        details = {"snapshots": by_snapshot}
+        write_test(run, errors, name=name, data=data, which=which, points=table.n_points, details=details)
     return ranks.broadcast(errors)
 
 
@@ -106,7 +129,7 @@ def _evaluate(
     ranks: Ranks,
     *,
     selection: Selection | None = None,
-) -> tuple[dict[str, float], dict[str, str]]:
+) -> tuple[dict[str, float], dict[str, str], list[dict[str, Any]]]:
     """`evaluate_points` with the batch size, Fermi energy and pseudopotentials of a config."""
     batch = options.eval_batch
     observables = task.points.observables if task is not None and task.points is not None else None
@@ -161,8 +184,8 @@ def evaluate_points(
     batch: int = EVALUATED,
     fermi: str = "self_consistent",
     pseudopotentials: str | None = None,
-) -> tuple[dict[str, float], dict[str, str]]:
-    """Errors by name, and for each observable that was not measured the reason.
+) -> tuple[dict[str, float], dict[str, str], list[dict[str, Any]]]:
+    """Errors by name, for each observable that was not measured the reason, and `snapshot_result` of each snapshot.
 
     selection: points to evaluate; default all of the snapshots. Observables need all points. batch: points evaluated together.
     fermi: `self_consistent` or `given`. pseudopotentials: folder of UPF files; default next to the snapshots.
@@ -170,15 +193,55 @@ def evaluate_points(
     _require_widths(model, table)
     errors = _target_errors(model, table, selection, batch, ranks)
     if selection is not None:
-        return errors, dict.fromkeys(OBSERVABLE_UNITS, "these are not all points of the snapshots")
+        return errors, dict.fromkeys(OBSERVABLE_UNITS, "these are not all points of the snapshots"), []
     metrics, missing = possible_observables(table, model, fermi, pseudopotentials)
     if not metrics:
-        return errors, missing
+        return errors, missing, []
     measure = SnapshotMeasure(table, model, metrics, fermi, ranks, pseudopotentials=pseudopotentials)
     pairs = [(measure.predicted(number).cpu(), measure.reference(number)) for number in range(len(table.snapshots))]
     each = [measure.observer.errors(*pair, facts) for pair, facts in zip(pairs, measure.facts)]
     _write_predictions(run.path / "predictions" / f"{split}-points.npz", measure, pairs, each, ranks)
-    return errors | mean_absolute(each), missing
+    results = [snapshot_result(*pair, facts, signed) for pair, facts, signed in zip(pairs, measure.facts, each)]
+    return errors | mean_absolute(each), missing, results
+
+
+def snapshot_result(
+    predicted: Observables, reference: Observables, facts: SnapshotFacts, errors: dict[str, float]
+) -> dict[str, Any]:
+    """Energies of a snapshot, eV, predicted, from the targets and of the calculation; and signed errors in
+    `OBSERVABLE_UNITS`."""
+
+    def energies(observed: Observables) -> dict[str, float]:
+        values = {
+            "fermi_energy": observed.fermi,
+            "band_energy": observed.band_energy,
+            "entropy": observed.entropy,
+            "total_energy": observed.total,
+        }
+        return {name: value for name, value in values.items() if value is not None}
+
+    dft = {
+        "fermi_energy": facts.dft_fermi_energy,
+        "band_energy": (facts.dft or {}).get("band"),
+        "total_energy": (facts.dft or {}).get("total"),
+    }
+    return {
+        "name": facts.name,
+        "n_atoms": facts.n_atoms,
+        "predicted": energies(predicted),
+        "reference": energies(reference),
+        "dft": {name: value for name, value in dft.items() if value is not None},
+        "errors": errors,
+    }
+
+
+def _snapshot_text(result: dict[str, Any]) -> str:
+    """Signed errors of a snapshot in one line."""
+    errors = (
+        f"{name.replace('_', ' ')} {value:{'.4g' if name in ('density', 'dos') else '+.4g'}} {OBSERVABLE_UNITS[name]}"
+        for name, value in result["errors"].items()
+    )
+    return f"{result['name']}: {', '.join(errors)}"
 
 
 def _require_widths(model: LDOSNetwork, table: PointTable) -> None:

@@ -29,6 +29,7 @@ from forgefield.ldos.loss import SnapshotReference
 
 OBSERVABLE_UNITS = {
     "band_energy": "meV/atom",
+    "band_energy_actual_fe": "meV/atom",
     "total_energy": "meV/atom",
     "fermi_energy": "meV",
     "density": "%",
@@ -38,6 +39,7 @@ OBSERVABLE_UNITS = {
 """Units of the errors of each observable.
 
 band_energy, total_energy: of a snapshot, prediction and reference each with its own Fermi energy (or both with that of DFT).
+band_energy_actual_fe: the prediction with the Fermi energy of the reference, as in MALA.
 density: mean over points of |error| / density. dos: sum over levels of |error| over the sum of the DOS. electrons: of the
 number of electrons at the Fermi energy of the reference.
 """
@@ -150,6 +152,9 @@ class Observer:
         for name in self.metrics:
             if name == "band_energy":
                 errors[name] = per_atom * (predicted.band_energy - reference.band_energy)
+            elif name == "band_energy_actual_fe":
+                energy = band_energy(predicted.dos, self.grid, facts.temperature, reference.fermi)
+                errors[name] = per_atom * (float(energy) - reference.band_energy)
             elif name == "total_energy":
                 assert predicted.total is not None
                 assert reference.total is not None

@@ -19,11 +19,12 @@ if TYPE_CHECKING:
 SCALINGS = ("none", "standard", "minmax", "feature-wise-standard", "feature-wise-minmax")
 TARGETS = ("ldos", "density")
 _NO_DOS = " (the DOS belongs to a snapshot, not to its points: train on the LDOS, and add task.dos to the loss)"
-OBSERVABLES = ("band_energy", "total_energy", "fermi_energy", "density", "dos", "electrons")
+OBSERVABLES = ("band_energy", "band_energy_actual_fe", "total_energy", "fermi_energy", "density", "dos", "electrons")
 MODEL = "ldos"
 
 FRAMES_ONLY = (
     "data.indices",
+    "data.overlap",
     "data.cutoff",
     "data.adaptive_cutoff",
     "data.max_neighbours",
@@ -124,7 +125,8 @@ class PointsOptions:
     """Where the rows are stored during the training. disk reads random blocks, for data larger than memory; auto uses the first
     of device, memory and disk with enough space."""
     descriptors: dict[str, Any] | None = option(None, details=DescriptorOptions)
-    """How the descriptors were computed, for predictions from structures: {type: bispectrum, twojmax: 10, cutoff: 4.67637}."""
+    """How descriptors are computed, {type: bispectrum, twojmax: 10, cutoff: 4.67637}: for predictions from structures, and for
+    snapshots without a file of descriptors, which are named by their .info.json."""
     pseudopotentials: str | None = None
     """Folder of the pseudopotential files (UPF), for total energies. Default: the folder of the snapshots."""
 
@@ -164,6 +166,8 @@ class ObservablesOptions:
     """Evaluate at every N-th validation; also before the first and after the last step."""
     snapshots: str | list[Any] | dict[str, Any] | None = None
     """Snapshot files to evaluate. Default: those of data.val."""
+    training: bool = False
+    """Evaluate the training snapshots as well; their metrics are called train/band_energy_mae and so on."""
     fermi: str = option("self_consistent", choices=("self_consistent", "given"))
     """Fermi energy of the predictions: determined from the number of electrons (self_consistent), or that of the DFT
     calculation for predictions and targets (given)."""

@@ -353,6 +353,8 @@ def numbers_of(row: dict[str, Any]) -> Row:
 
 def as_number(value: object) -> float | None:
     """The value as a float; None where it is not a finite number."""
+    if type(value) is float:  # almost all
+        return value if math.isfinite(value) else None
     if value is None or isinstance(value, bool):
         return None
     try:

@@ -27,7 +27,8 @@ class Snapshot:
 
     target: ldos, dos or density. units: of the targets in the file; None: as stated in the file or the metadata, else the
     standard unit. coordinates: whether inputs begin with three columns of coordinates; None: as stated in the metadata, else
-    detected: coordinates are a linear function of the grid indices.
+    detected: coordinates are a linear function of the grid indices. folder: where other files of the calculation are; None: the
+    folder of the inputs or targets.
     """
 
     def __init__(
@@ -40,12 +41,14 @@ class Snapshot:
         target: str = "ldos",
         units: str | None = None,
         coordinates: bool | None = None,
+        folder: Path | None = None,
     ) -> None:
         self.name, self.target = name, require_target(target)
         self.inputs = None if inputs is None else open_rows(Path(inputs))
         self.targets = None if targets is None else open_rows(Path(targets))
         if self.inputs is None and self.targets is None:
             raise ForgefieldError(f"snapshot {name} has neither inputs nor targets")
+        self.folder = next(file.path.parent for file in self._files()) if folder is None else folder
         if isinstance(info, (str, Path)):
             require_file(Path(info))
             info = read_info(Path(info))
@@ -233,9 +236,7 @@ def copy_pseudopotentials(snapshots: Sequence[Snapshot], folder: str | None, run
     """Copy the pseudopotentials of snapshots from `folder` (default: the folder of the snapshots) into a run, so that the run
     is sufficient for total energies. Missing files are skipped."""
     for snapshot in snapshots:
-        file = snapshot.inputs or snapshot.targets
-        assert file is not None
-        source_folder = Path(folder) if folder is not None else file.path.parent
+        source_folder = Path(folder) if folder is not None else snapshot.folder
         for name in snapshot.info.pseudopotentials.values():
             source, target = source_folder / name, run / PSEUDOPOTENTIALS / name
             if source.is_file() and not target.exists():

@@ -1,19 +1,21 @@
 """Snapshots named in a config: by a file, a glob, a folder, a list of these, or a mapping that names each file.
 
 The files of a snapshot belong together by name: Be_snapshot0.in.npy (descriptors), Be_snapshot0.out.npy (LDOS), and
-Be_snapshot0.info.json or else the Quantum ESPRESSO output Be_snapshot0.out.
+Be_snapshot0.info.json or else the Quantum ESPRESSO output Be_snapshot0.out. A snapshot that is named by its .info.json, or that
+has no file of descriptors, gets computed ones.
 """
 
 from __future__ import annotations
 
 import glob
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from forgefield.config.nearest import did_you_mean
 from forgefield.errors import ForgefieldError
+from forgefield.ldos.data.info import SnapshotInfo, read_info
 from forgefield.ldos.data.rows import require_file
 from forgefield.ldos.data.snapshot import Snapshot
 from forgefield.ldos.data.units import require_target
@@ -22,7 +24,8 @@ SUFFIXES = (".npy", ".h5", ".hdf5")
 INPUT = ".in"
 TARGETS = {"ldos": (".out", ".ldos"), "dos": (".dos", ".out"), "density": (".dens", ".density", ".out")}
 """Suffixes of the stems of target files, the most common one first."""
-INFO = (".info.json", ".out")
+INFO_SUFFIX = ".info.json"
+INFO = (INFO_SUFFIX, ".out")
 KEYS = ("inputs", "targets", "info", "units", "coordinates")
 
 
@@ -34,11 +37,13 @@ def find_snapshots(
     coordinates: bool | None = None,
     need: Sequence[str] = ("inputs", "targets"),
     setting: str = "data.train",
+    make_inputs: Callable[[SnapshotInfo], Path] | None = None,
 ) -> list[Snapshot]:
     """All snapshots that `spec` names; those of a folder or glob are sorted by name.
 
     units, coordinates: as for `Snapshot`, for snapshots that do not state them. need: which of inputs, targets and info
-    each must have. setting: name of the option in messages.
+    each must have. setting: name of the option in messages. make_inputs: returns the file with the descriptors of a snapshot
+    that has none; None: that is an error.
     """
     require_target(target)
     snapshots: list[Snapshot] = []
@@ -49,7 +54,7 @@ def find_snapshots(
             options |= overrides
         else:
             files = _related_files(Path(entry), target)
-        snapshots.append(_open_snapshot(files, target, options, need))
+        snapshots.append(_open_snapshot(files, target, options, need, make_inputs))
     _refuse_duplicates(snapshots, setting)
     return snapshots
 
@@ -71,12 +76,14 @@ def _paths(text: str) -> list[Path]:
     path = Path(text).expanduser()
     if path.is_dir():
         names = sorted(inside for inside in path.iterdir() if _is_input(inside))
+        names = names or sorted(inside for inside in path.iterdir() if inside.name.endswith(INFO_SUFFIX))
         if not names:
             raise ForgefieldError(f"{path}: this folder contains no snapshot (a file such as Be_snapshot0.in.npy)")
         return _one_file_per_snapshot(names)
     if glob.has_magic(text) and not path.exists():
         matches = sorted(Path(match) for match in glob.glob(str(path), recursive=True))
         inputs = [match for match in matches if _is_input(match)]
+        inputs = inputs or [match for match in matches if match.name.endswith(INFO_SUFFIX)]
         chosen = inputs or [match for match in matches if match.suffix in SUFFIXES]
         if not chosen:
             raise ForgefieldError(
@@ -94,22 +101,29 @@ def _is_input(path: Path) -> bool:
 def _one_file_per_snapshot(paths: list[Path]) -> list[Path]:
     """One file per snapshot: descriptors may be stored both as .npy and as .h5."""
     chosen: dict[Path, Path] = {}
-    for path in sorted(paths, key=lambda path: SUFFIXES.index(path.suffix)):
+    for path in sorted(paths, key=lambda path: (*SUFFIXES, ".json").index(path.suffix)):
         chosen.setdefault(path.with_name(base_name(path)), path)
     return sorted(chosen.values())
 
 
 def base_name(path: Path) -> str:
     """`Be_snapshot0` for `Be_snapshot0.in.npy`; a stem without such a suffix is returned unchanged."""
+    if path.name.endswith(INFO_SUFFIX):
+        return path.name.removesuffix(INFO_SUFFIX)
     stem, suffixes = path.stem, {INPUT, *(suffix for endings in TARGETS.values() for suffix in endings)}
     return next((stem.removesuffix(suffix) for suffix in sorted(suffixes, key=len) if stem.endswith(suffix)), stem)
 
 
 def _related_files(path: Path, target: str) -> dict[str, Path | None]:
     """The other files of the snapshot to which a file belongs."""
+    if path.name.endswith(INFO_SUFFIX):
+        base = path.with_name(base_name(path))
+        stored = _first(base, [f"{middle}{suffix}" for middle in TARGETS[target] for suffix in SUFFIXES])
+        return {"inputs": None, "targets": stored, "info": path, "base": base}
     if path.suffix not in SUFFIXES:
         raise ForgefieldError(
-            f"{path}: a snapshot is named by its descriptors, a file such as {base_name(path)}.in.npy"
+            f"{path}: a snapshot is named by its descriptors, a file such as {base_name(path)}.in.npy, or by its "
+            f"{base_name(path)}{INFO_SUFFIX}"
         )
     base = path.with_name(base_name(path))
     is_input = path.stem.endswith(INPUT) or path.stem == base.name
@@ -142,20 +156,31 @@ def _explicit_files(
         raise ForgefieldError(f"{setting}: {dict(entry)!r} does not name a file; a snapshot has inputs and targets")
     for path in named.values():
         require_file(path)
-    files = _related_files(named.get("inputs", named.get("targets", Path())), target) | named
+    files: dict[str, Path | None] = _related_files(named.get("inputs", named.get("targets", Path())), target)
+    if "inputs" in named and named["inputs"].name.endswith(INFO_SUFFIX):  # as in MALA
+        del named["inputs"]
+    files.update(named)
     return files, {key: entry[key] for key in ("units", "coordinates") if entry.get(key) is not None}
 
 
 def _open_snapshot(
-    files: dict[str, Path | None], target: str, options: dict[str, Any], need: Sequence[str]
+    files: dict[str, Path | None],
+    target: str,
+    options: dict[str, Any],
+    need: Sequence[str],
+    make_inputs: Callable[[SnapshotInfo], Path] | None,
 ) -> Snapshot:
-    base = files["base"]
+    base, info_file = files["base"], files["info"]
     assert base is not None
+    if files["inputs"] is None and "inputs" in need and info_file is not None and make_inputs is not None:
+        files["inputs"], options["coordinates"] = make_inputs(read_info(info_file)), False
     for role in need:
         if files[role] is None:
             endings = {"inputs": f"{INPUT}.npy", "targets": f"{TARGETS[target][0]}.npy", "info": INFO[0]}
             require_file(base.with_name(base.name + endings[role]))
-    return Snapshot(base.name, files["inputs"], files["targets"], files["info"], target=target, **options)
+    return Snapshot(
+        base.name, files["inputs"], files["targets"], files["info"], target=target, folder=base.parent, **options
+    )
 
 
 def _refuse_duplicates(snapshots: list[Snapshot], setting: str) -> None:

@@ -34,6 +34,7 @@ from forgefield.ldos.data import (
     measure_points,
     split_points,
 )
+from forgefield.ldos.descriptors.computed import input_maker
 from forgefield.ldos.model import LDOSNetwork
 from forgefield.parallel.ranks import Ranks
 
@@ -151,7 +152,13 @@ class PointData:
 
     def find(self, spec: object, setting: str) -> list[Snapshot]:
         """Snapshots named in a setting."""
-        return find_snapshots(spec, target=self.points.target, units=self.points.units, setting=setting)
+        return find_snapshots(
+            spec,
+            target=self.points.target,
+            units=self.points.units,
+            setting=setting,
+            make_inputs=input_maker(self.points.descriptors),
+        )
 
     def _share(self, name: str, value: float) -> float:
         if not 0 < value < 1:

@@ -65,6 +65,8 @@ class PointsExecutor(StepExecutor[Block, dict[str, Tensor]]):
             val_errors=PointErrors(task.target, scale),
         )
         self.observables, self.every, self.clip, self.report_initial = observables, every, clip, report_initial
+        self.training_observables: SnapshotMeasure | None = None
+        """Observables of the training snapshots, if they are requested as well."""
         self._make_engine = build_engine
         self.choices: dict[str, bool] = {}
         """Choices that the engine made by measurement before the training was resumed, see `GraphsEngine`."""
@@ -192,7 +194,10 @@ class PointsExecutor(StepExecutor[Block, dict[str, Tensor]]):
     def _observe(self) -> dict[str, float]:
         assert self.observables is not None
         with self.module.precision.applied(self.module.precision.weights):
-            return {f"val/{name}": value for name, value in self.observables.values().items()}
+            values = {f"val/{name}": value for name, value in self.observables.values().items()}
+            if self.training_observables is not None:
+                values |= {f"train/{name}": value for name, value in self.training_observables.values().items()}
+            return values
 
     # ---- optimiser and state
 

@@ -120,6 +120,11 @@ class PointsProblem(Problem):
                 )
         if not self.observables.metrics:
             self.observed = None
+        if self.observables.training and not self.data.train.is_complete:
+            raise ForgefieldError(
+                "task.observables.training needs complete training snapshots, but a fraction of their points is held back for "
+                "validation; name snapshots in data.val."
+            )
 
     def _measure(
         self, table: PointTable, metrics: list[str], fermi: str, *, split: PointSplit | None = None
@@ -155,7 +160,7 @@ class PointsProblem(Problem):
     def metric_names(self, split: str) -> list[str]:
         metrics = metrics_from_loss(self.task.loss.kind) if split == "train" else ("mae", "rmse")
         names = ["loss", *PointErrors(self.task.target, torch.ones(1), metrics).names()]
-        if split == "val" and self.observed is not None:
+        if self.observed is not None and (split == "val" or self.observables.training):
             names += [f"{name}_mae" for name in self.observables.metrics]
         return names
 
@@ -210,7 +215,11 @@ class PointsProblem(Problem):
             self.run.write_info(before_training=values)
         shown = [
             f"{name} {value:.4g} {OBSERVABLE_UNITS[name]}"
-            for name, value in ((key.removeprefix("val/").removesuffix("_mae"), v) for key, v in values.items())
+            for name, value in (
+                (key.removeprefix("val/").removesuffix("_mae"), v)
+                for key, v in values.items()
+                if key.startswith("val/")
+            )
         ]
         self.session.journal.notify(f"Before the first step: {', '.join(shown)}.")
 
@@ -222,8 +231,13 @@ class PointsProblem(Problem):
             self._executor.observables = self._measure(
                 self.observed, list(self.observables.metrics), self.observables.fermi, split=self.data.val
             )
+            if self.observables.training:
+                self._executor.training_observables = self._measure(
+                    self.data.train.table, list(self.observables.metrics), self.observables.fermi, split=self.data.train
+                )
         # Errors in units and energies of the snapshots are raised now, not at the first validation.
-        for measure in (self._executor.observables, self._terms() if self.task.terms else None):
+        terms = self._terms() if self.task.terms else None
+        for measure in (self._executor.observables, self._executor.training_observables, terms):
             if measure is not None:
                 for number in range(len(measure.facts)):
                     measure.reference(number)

@@ -26,6 +26,7 @@ from forgefield.parallel.ranks import Ranks
 
 NEEDED = {
     "band_energy": ("temperature", "electrons", "voxel_volume", "n_atoms"),
+    "band_energy_actual_fe": ("temperature", "electrons", "voxel_volume", "n_atoms"),
     "total_energy": ("temperature", "electrons", "voxel_volume", "n_atoms", "cell", "positions"),
     "fermi_energy": ("temperature", "electrons", "voxel_volume"),
     "density": ("temperature", "electrons", "voxel_volume"),
@@ -123,9 +124,7 @@ class SnapshotMeasure:
 
 def density_energies(snapshot: Snapshot, folder: str | None) -> DensityEnergies:
     """Hartree, exchange-correlation and Ewald energies of densities of a snapshot. folder: of the pseudopotentials."""
-    info, file = snapshot.info, snapshot.inputs or snapshot.targets
-    assert file is not None
-    source_folder = Path(folder) if folder is not None else file.path.parent
+    info, source_folder = snapshot.info, snapshot.folder if folder is None else Path(folder)
     if not info.pseudopotentials:
         raise ForgefieldError(
             f"{info.source} does not name the pseudopotentials, which total_energy of snapshot {snapshot.name} needs."

@@ -19,8 +19,6 @@ from forgefield.training.run.owner import REQUESTS, read_owner, send_request
 
 POINTS = 800
 """Largest number of points of a curve."""
-SPARK = 40
-"""Number of points of the small curve in the table."""
 LARGEST_COMPARISON = 12
 """Number of runs that may be compared, or drawn, at the same time."""
 
@@ -44,7 +42,7 @@ class Answers:
                 "requests": self._requests(run),
                 "findings": len(run.findings),
                 "monitor": run.data.monitor,
-                "spark": _spark(run),
+                "course": run.course,
             }
             for run in runs
         ]
@@ -129,11 +127,6 @@ class Answers:
                 f"At most {LARGEST_COMPARISON} runs can be shown together; {len(names)} were selected."
             )
         return [self.folder.run(name) for name in dict.fromkeys(names)]
-
-
-def _spark(run: LiveRun) -> list[float]:
-    values = [row[run.data.monitor] for row in run.data.metrics if run.data.monitor in row]
-    return thinned(values, most=SPARK)[0]
 
 
 def _unit_of(metric: str, runs: Sequence[LiveRun]) -> str:

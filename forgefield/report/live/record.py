@@ -15,7 +15,7 @@ from typing import Any, Generic, TypeVar
 
 import yaml
 
-from forgefield.diagnosis.records import FOLDER, Finding, findings_of, read_records
+from forgefield.diagnosis.records import FOLDER, Finding, findings_of, read_records, thinned
 from forgefield.errors import ForgefieldError
 from forgefield.report.folder import Row, RunData, errors_of, numbers_of
 from forgefield.report.sections.headline import best_row, median_of
@@ -29,6 +29,8 @@ Value = TypeVar("Value")
 Stamp = tuple[int, int, int]
 """Inode, size and time of the last change of a file."""
 STARTING, RUNNING, INTERRUPTED = "starting", "running", "interrupted"
+COURSE = 40
+"""Number of points of the small curve in the table."""
 _COMPARED = 64
 """How many bytes before the end of what was read must be the same for a file to count as appended to."""
 
@@ -107,6 +109,9 @@ class LiveRun:
         self._info = Cached[dict[str, Any]](path / "run.json", _read_info, dict)
         self._metrics, self._timing = AppendedLines(path / "metrics.jsonl"), AppendedLines(path / "timing.csv")
         self._timing_header: list[str] = []
+        self._summary: dict[str, Any] = {}
+        """What was computed from all rows, until there are other rows."""
+        self._summarised: dict[str, Any] = {}
         self._tests: dict[str, Cached[dict[str, Any]]] = {}
         self._folder_stamp: Stamp | None = None
         self._findings_stamp: tuple[Stamp | None, ...] = ()
@@ -124,8 +129,12 @@ class LiveRun:
         lines, is_new = self._metrics.read()
         if is_new:
             self.data.metrics = []
+        if is_new or lines or self.data.info is not self._summarised:
+            self._summary, self._summarised = {}, self.data.info
         self.data.metrics += [row for line in lines if (row := _metrics_row(line))]
         lines, is_new = self._timing.read()
+        if is_new or lines:
+            self._summary.clear()
         if is_new:
             self.data.timing, self._timing_header = [], next(csv.reader(lines[:1]), [])
             lines = lines[1:]
@@ -199,7 +208,30 @@ class LiveRun:
     @property
     def speed(self) -> float | None:
         """Median of atoms, or points, per second."""
-        return median_of(self.data.timing, f"{self.data.kind.counted}_per_second")
+        value: float | None = self._once(
+            "speed", lambda: median_of(self.data.timing, f"{self.data.kind.counted}_per_second")
+        )
+        return value
+
+    @property
+    def best(self) -> Row:
+        """The row with the lowest monitored value; empty if there is none yet."""
+        row: Row = self._once("best", lambda: best_row(self.data) or {})
+        return row
+
+    @property
+    def course(self) -> list[float]:
+        """The monitored value over the training, thinned out to at most 40 values."""
+        monitor = self.data.monitor
+        values: list[float] = self._once(
+            "course", lambda: thinned([row[monitor] for row in self.data.metrics if monitor in row], most=COURSE)[0]
+        )
+        return values
+
+    def _once(self, name: str, compute: Callable[[], Any]) -> Any:
+        if name not in self._summary:
+            self._summary[name] = compute()
+        return self._summary[name]
 
     @property
     def findings(self) -> list[tuple[str, Finding]]:
@@ -209,8 +241,7 @@ class LiveRun:
 
     def errors(self) -> dict[str, dict[str, float]]:
         """Errors by split and name (`forces_mae`): of the best weights in validation, and of each test set."""
-        best = best_row(self.data) or {}
-        named = {"val": {key.removeprefix("val/"): value for key, value in best.items() if key.startswith("val/")}}
+        named = {"val": {key.removeprefix("val/"): value for key, value in self.best.items() if key.startswith("val/")}}
         tests = {name: errors_of(test) for name, test in self.data.tests.items()}
         return {name: errors for name, errors in (named | tests).items() if errors}
 

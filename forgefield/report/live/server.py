@@ -8,8 +8,10 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+import socket
 import threading
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from http import HTTPStatus
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from importlib.resources import files
@@ -93,6 +95,25 @@ class _Server(ThreadingHTTPServer):
     allow_reuse_address = False  # on some systems it would share the port with another server
     token: str
     answers: Answers
+
+    def __init__(self, *arguments: Any) -> None:
+        self._connections: set[socket.socket] = set()
+        super().__init__(*arguments)
+
+    def process_request(self, request: Any, client_address: Any) -> None:
+        self._connections.add(request)
+        super().process_request(request, client_address)
+
+    def shutdown_request(self, request: Any) -> None:
+        self._connections.discard(request)
+        super().shutdown_request(request)
+
+    def server_close(self) -> None:
+        """Close the port, and the connections that browsers keep open."""
+        super().server_close()
+        for connection in list(self._connections):
+            with suppress(OSError):
+                connection.shutdown(socket.SHUT_RDWR)
 
     def handle_error(self, request: Any, client_address: Any) -> None:
         """A browser that closes a connection early is no error to report."""

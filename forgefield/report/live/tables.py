@@ -16,7 +16,7 @@ from forgefield.errors import ForgefieldError
 from forgefield.report.folder import as_number, split_title
 from forgefield.report.live.record import LiveRun
 from forgefield.report.markup import NOTHING, duration, short_count, shorten, significant, with_unit
-from forgefield.report.sections.headline import best_row, parameter_count
+from forgefield.report.sections.headline import parameter_count
 from forgefield.results import html_table
 from forgefield.tasks.classes import CLASS_METRICS
 from forgefield.tasks.metrics import UNITS
@@ -163,7 +163,7 @@ def runs_table(runs: Sequence[LiveRun], kind: str = "mae") -> Table:
 def _run_row(
     run: LiveRun, errors: Mapping[str, Mapping[str, float]], wanted: Sequence[tuple[str, str]]
 ) -> tuple[Cell, ...]:
-    best = (best_row(run.data) or {}).get(run.data.monitor)
+    best = run.best.get(run.data.monitor)
     parameters = parameter_count(run.data)
     return (
         Cell(run.name, run.name),

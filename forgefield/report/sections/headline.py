@@ -66,8 +66,9 @@ def errors_by_split(run: RunData) -> dict[str, dict[str, float]]:
 
 def best_row(run: RunData) -> dict[str, float] | None:
     """The row of the metrics with the lowest monitored value."""
-    rows = [row for row in run.metrics if run.monitor in row]
-    return min(rows, key=lambda row: row[run.monitor]) if rows else None
+    monitor = run.monitor
+    rows = [row for row in run.metrics if monitor in row]
+    return min(rows, key=lambda row: row[monitor]) if rows else None
 
 
 def species_of(run: RunData) -> list[str]:

@@ -151,7 +151,7 @@ function runRow(row, columns, run) {
     line.append(cell);
     if (i === 1) {
       const course = made("td");
-      course.append(spark(run.spark));
+      course.append(spark(run.course));
       line.append(course);
     }
   });
