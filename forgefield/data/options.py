@@ -131,7 +131,7 @@ class DataOptions:
     keep: str = option("auto", choices=("auto", "device", "memory"))
     """Where frames are kept during a training: on the device of the model, where batches are then made
     without the host (device), or in memory or on disk, with batches assembled by threads (memory). auto: on a GPU if they need
-    at most a quarter of its free memory."""
+    at most 1 GB and a quarter of its free memory."""
     workers: int | None = option(None, at_least=0, expected="zero or more")
     """Number of threads that prepare batches. Default: NUM_WORKERS if set, else 1 with a GPU and 0 without."""
     prefetch: int | None = option(None, at_least=1, expected="one or more (data.workers=0 prepares nothing ahead)")

@@ -326,10 +326,10 @@ class Run:
             raise ForgefieldError(f"'{device}' is not a device of torch; use cpu, cuda or cuda:0.") from error
         path, state = self.weights_path(which), self.read_weights(which).state
         info, members = self.info, self.members
-        precision = precision or info["precision"]
+        resolved, precision = info["model"], precision or info["precision"]
         try:
             if not members:
-                return self._build(info["model"], state, precision, head).to(device).eval()
+                return self._build(resolved, state, precision, head).to(device).eval()
             models = [
                 self._build(resolved, member_state(state, number), precision, head).to(device).eval()
                 for number, resolved in enumerate(members.values())
