@@ -1,6 +1,7 @@
 """Counts what one training step by generated kernels would launch on a GPU, by the lines that ask for it, without a GPU.
 
     TRITON_INTERPRET=1 python benchmarks/launches.py [--layers 2] [--l-max 1] [--depth 1] [--knots 16] [--lines]
+                                                   [--mace]
 
 Operations of torch that only make views or reserve memory are not counted, every other one is counted once, also where a GPU
 takes several launches for it (a sort, a product with split sums). What the optimiser does is not part of it. Without a GPU
@@ -47,7 +48,15 @@ HELPERS = tuple(f"ops/{name}.py" for name in ("graph", "functions", "autograd", 
 """Files whose callers say more than they do."""
 GROUPS = {
     "loss and errors": ("tasks/", "engines/step.py"),
-    "tables": ("nequip/tables.py", "radial/hidden.py", "packing.py", "radial/table.py", "radial_hidden"),
+    "tables": (
+        "nequip/tables.py",
+        "mace/tables.py",
+        "radial/layer.py",
+        "radial/hidden.py",
+        "packing.py",
+        "radial/table.py",
+        "radial_hidden",
+    ),
     "edges": ("geometry.py", "edges.py", "segments.py", "graph.py"),
     "readout and energies": ("readout.py", "terms.py", "potential.py", "encode", "Perceptron"),
 }
@@ -112,17 +121,20 @@ def as_on_a_gpu() -> ExitStack:
     return changes
 
 
-def count(layers: int, l_max: int, knots: int, depth: int = 1) -> Counter[tuple[str, str]]:
+def nequip(layers: int, l_max: int, depth: int) -> dict[str, Any]:
+    blocks = {"l_max": l_max, "num_features": [4, 3, 2, 2][: l_max + 1], "parity": False, "type_embed_num_features": 3}
+    return {"name": "nequip", "num_layers": layers, "radial_mlp_width": 8, "radial_mlp_depth": depth, **blocks}
+
+
+def mace(layers: int, l_max: int, depth: int) -> dict[str, Any]:
+    blocks = {"hidden_irreps": "4x0e + 4x1o", "max_ell": l_max, "correlation": 2, "mlp_irreps": "4x0e"}
+    return {"name": "mace", "num_interactions": layers, "radial_mlp": [8] * depth, **blocks}
+
+
+def count(model_options: dict[str, Any], knots: int) -> Counter[tuple[str, str]]:
     from triton.runtime.interpreter import GridExecutor
 
-    blocks = {"l_max": l_max, "num_features": [4, 3, 2, 2][: l_max + 1], "parity": False, "type_embed_num_features": 3}
-    MODELS["counted"] = {
-        "name": "nequip",
-        "num_layers": layers,
-        "radial_mlp_width": 8,
-        "radial_mlp_depth": depth,
-        **blocks,
-    }
+    MODELS["counted"] = model_options
     with Precision("float32").applied("float32"):
         model = trained("counted", 3.0, "float32", torch.device("cpu"))
         batch = water_batch(2, 1, 3.0, torch.device("cpu"))
@@ -144,11 +156,12 @@ def main(words: list[str] | None = None) -> None:
     parser.add_argument("--l-max", type=int, default=1, choices=range(4))
     parser.add_argument("--depth", type=int, default=1, help="hidden layers of the radial networks")
     parser.add_argument("--knots", type=int, default=16, help="intervals of the tables")
+    parser.add_argument("--mace", action="store_true", help="a model of MACE instead of NequIP")
     parser.add_argument("--lines", action="store_true", help="also by line")
     args = parser.parse_args(words)
     if not interpreted():
         parser.error("set TRITON_INTERPRET=1, so that kernels run on the CPU")
-    found = count(args.layers, args.l_max, args.knots, args.depth)
+    found = count((mace if args.mace else nequip)(args.layers, args.l_max, args.depth), args.knots)
     groups: Counter[str] = Counter()
     for (line, _), times in found.items():
         groups[group(line)] += times

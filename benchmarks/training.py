@@ -1,12 +1,14 @@
 """Wall clock of whole trainings through the real command, split into start, steps, validation, checkpoints and report.
 
-    python benchmarks/training.py [--data FILE] [--epochs 60] [--cold] [--profile FOLDER] [--out FOLDER] [key=value ...]
+    python benchmarks/training.py [--data FILE] [--epochs 60] [--cold | --once] [--profile FOLDER] [--out FOLDER]
+                                  [key=value ...]
 
-The default case is NequIP (4 layers, l_max 2, 64 features) on 500 frames of 27 atoms in batches of 5, with all defaults and the
-graphs engine on a GPU. FILE is an extxyz file such as train_300K.xyz of 3BPA, of which 50 frames are validated; without it,
-frames of that size with harmonic bonds are generated. `forgefield train` runs in a process of its own, with one more callback
-(`Clock`) that reads the clock. `--cold`: a first training of one epoch without kernels on disk. `--profile`: then a short
-training under Python's profiler and one under torch's. `key=value` overrides the config.
+The default case is NequIP (4 layers, l_max 2, 64 features) on 500 frames of 27 atoms in batches of 5, with all defaults and
+the graphs engine on a GPU. FILE is an extxyz file such as train_300K.xyz of 3BPA, of which 50 frames are validated; without
+it, frames of that size with harmonic bonds are generated. `forgefield train` runs in a process of its own, with one more
+callback (`Clock`) that reads the clock. A training of one epoch comes first, so that kernels are on disk; `--cold`: it starts
+without any and is shown as well; `--once`: it is left out. `--profile`: then a short training under Python's profiler and one
+under torch's. `key=value` overrides the config.
 """
 
 from __future__ import annotations
@@ -231,6 +233,7 @@ def main() -> None:
     parser.add_argument("--data", type=Path, help="extxyz file of at least 100 labelled frames")
     parser.add_argument("--epochs", type=int, default=60)
     parser.add_argument("--cold", action="store_true", help="first a training of one epoch without kernels on disk")
+    parser.add_argument("--once", action="store_true", help="without a training before the one that is measured")
     parser.add_argument("--profile", type=Path, metavar="FOLDER", help="then profile short trainings")
     parser.add_argument("--out", type=Path, help="folder of the runs (default: a temporary one)")
     parser.add_argument("overrides", nargs="*", help="key=value")
@@ -247,8 +250,9 @@ def main() -> None:
         data, overrides = data.resolve(), arguments.overrides
         if arguments.cold:
             os.environ |= {"TRITON_CACHE_DIR": str(folder / "triton"), "FORGEFIELD_CACHE": str(folder / "cache")}
-        first = train(data, folder, "first", overrides, epochs=1)
-        show("without kernels on disk" if arguments.cold else "first training", first)
+        if not arguments.once:
+            first = train(data, folder, "first", overrides, epochs=1)
+            show("without kernels on disk" if arguments.cold else "first training", first)
         show(f"{arguments.epochs} epochs", train(data, folder, "full", overrides, epochs=arguments.epochs))
         if arguments.profile is not None:
             profile = arguments.profile.resolve()

@@ -88,6 +88,8 @@ class DataOptions:
     """Validation data: a fraction of train (0.1), a number of its frames (50), files, or {indices: file-or-list}."""
     test: float | str | list[Any] | dict[str, Any] | None = None
     """Test data, as for `val`, or several sets by name: {300K: a.xyz, 600K: b.xyz}. Evaluated at the end of the training."""
+    overlap: str = option("error", choices=("error", "allow"))
+    """Whether files may be in two of train, val and test: an error, or allow. Errors are then measured on known frames."""
     indices: str | list[int] | None = None
     """Frames of `train` to use, selected before val and test are split off: a list, a file of integers, or 'start:stop'."""
     cutoff: float | None = option(5.0, above=0, unit="A")
@@ -129,7 +131,7 @@ class DataOptions:
     keep: str = option("auto", choices=("auto", "device", "memory"))
     """Where frames are kept during a training: on the device of the model, where batches are then made
     without the host (device), or in memory or on disk, with batches assembled by threads (memory). auto: on a GPU if they need
-    at most a quarter of its free memory."""
+    at most 1 GB and a quarter of its free memory."""
     workers: int | None = option(None, at_least=0, expected="zero or more")
     """Number of threads that prepare batches. Default: NUM_WORKERS if set, else 1 with a GPU and 0 without."""
     prefetch: int | None = option(None, at_least=1, expected="one or more (data.workers=0 prepares nothing ahead)")

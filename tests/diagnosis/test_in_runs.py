@@ -163,7 +163,13 @@ def test_averages_of_the_last_part_are_plain_means(tmp_path, monkeypatch):
     """SWA: the mean of the weights at the end of each epoch from half of the training on; also across a resume."""
     config = tiny_config(tmp_path, callbacks=["tests.support.interrupting.EndAt"])
     config["trainer"]["max_epochs"] = 6
-    config["training"] = {"lr": 0.01, "tensorboard": 0, "ema": None, "swa": {"start": 0.5}, "checkpoint": {"keep": 9}}
+    config["training"] = {
+        "lr": 0.01,
+        "tensorboard": 0,
+        "ema": None,
+        "swa": {"start": 0.5},
+        "checkpoint": {"keep": 9, "every_epochs": 1},
+    }
     run = train_only(config)
     states = [load_checkpoint(path) for path in list_checkpoints(run.path / "checkpoints")]
     by_step = {state["global_step"]: state["state_dict"] for state in states}

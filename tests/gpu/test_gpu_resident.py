@@ -7,6 +7,7 @@ import torch
 
 from forgefield.api import train
 from forgefield.data.padding import Size, SizePlan
+from forgefield.data.sampling import resident
 from forgefield.data.sampling.loader import FrameLoader
 from forgefield.data.sampling.resident import ResidentFrames
 from forgefield.training.engines.engine import Engine
@@ -84,3 +85,12 @@ def test_a_snapshot_has_the_values_of_its_time():
     for one, other in zip(copy["weights"], before["weights"]):
         assert torch.equal(one, other)
         assert one.untyped_storage().nbytes() == one.nbytes  # a file of it holds nothing else
+
+
+def test_frames_that_need_too_much_memory_are_assembled_on_the_host(monkeypatch):
+    device = torch.device("cuda")
+    assert isinstance(resident.resident_frames(DATASET, device, "auto", noisy=False), ResidentFrames)
+    monkeypatch.setattr(resident, "MOST_BYTES", 1000)
+    reason = resident.resident_frames(DATASET, device, "auto", noisy=False)
+    assert reason.startswith("assembled on the host, because all frames need ")
+    assert isinstance(resident.resident_frames(DATASET, device, "device", noisy=False), ResidentFrames)

@@ -13,9 +13,12 @@ import torch
 
 from forgefield.kernels.contraction import passes as contraction
 from forgefield.models.edges import StepMemory
-from forgefield.models.mace import passes
+from forgefield.models.mace import stacks
 from forgefield.ops.execution import execution
+from forgefield.training.engines.engine import Engine
+from forgefield.training.engines.verify import largest_difference
 from forgefield.training.precision import Precision
+from tests.support.engine_cases import labelled, step_function
 from tests.support.kernels import DEVICE, needs_kernels
 from tests.support.mace_kernel_cases import CASES, mace
 from tests.support.nequip_kernel_cases import batch, step
@@ -45,6 +48,15 @@ def test_kernels_compute_what_reference_operations_compute(case):
 def test_polynomials_without_kernels_are_computed_by_reference_operations(monkeypatch):
     monkeypatch.setattr(contraction, "LONGEST", 0)
     assert_same_step(mace("float64").to(DEVICE).eval(), batch())
+
+
+def test_the_step_of_an_engine_has_the_gradients_of_a_double_backward():
+    potential, given = mace("float64").to(DEVICE), {key: value.to(DEVICE) for key, value in labelled(3).items()}
+    found, expected = (
+        Engine(step_function(potential, derivative=form)).differentiate(given) for form in ("kernels", "double")
+    )
+    names = [name for name, _ in potential.named_parameters()]
+    assert largest_difference(found, expected, names)[0] < 1e-9
 
 
 def test_several_heads():
@@ -79,7 +91,7 @@ def test_a_step_in_tf32():
 
 
 def test_long_sums_of_matrix_gradients(monkeypatch):
-    monkeypatch.setattr(passes, "ROWS", 3)
+    monkeypatch.setattr(stacks, "ROWS", 3)
     assert_same_step(mace("float64", **CASES["plain"]).to(DEVICE).eval(), batch())
 
 

@@ -103,7 +103,7 @@ def tiny_config(folder: Path, **changes: Any) -> dict[str, Any]:
         "data": {"train": str(path), "val": 4, "cutoff": 3.5, "batch": {"frames": 2}, "cache": False},
         "model": {"name": "nequip", "num_layers": 2, "l_max": 1, "num_features": 4, "radial_mlp_width": 8},
         "task": {"energy": {"weight": 1.0}, "forces": {"weight": 1.0}},
-        "training": {"lr": 0.01, "ema": 0.9, "tensorboard": 0},
+        "training": {"lr": 0.01, "ema": 0.9, "tensorboard": 0, "checkpoint": {"every_epochs": 1}},
         "trainer": {"max_epochs": 3, "enable_progress_bar": False, "accelerator": "cpu"},
     }
     for section, values in changes.items():

@@ -64,7 +64,7 @@ def point_config(folder: Path, **changes: Any) -> dict[str, Any]:
         },
         "model": {"name": "ldos", "hidden": [8], "activation": "silu"},
         "task": {"ldos": {}, "observables": {"metrics": ["band_energy", "density"]}},
-        "training": {"lr": 0.01, "ema": 0.9, "tensorboard": 0, "block": 4},
+        "training": {"lr": 0.01, "ema": 0.9, "tensorboard": 0, "block": 4, "checkpoint": {"every_epochs": 1}},
         "trainer": {"max_epochs": 3, "enable_progress_bar": False, "accelerator": "cpu"},
     }
     for section, values in changes.items():

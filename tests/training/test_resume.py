@@ -169,7 +169,7 @@ def test_frames_that_are_kept_on_the_device_train_to_the_same_bits(tmp_path, mon
 
 
 def test_sigterm_saves_and_stops_and_nothing_is_lost(tmp_path):
-    changes = {"callbacks": [END], "training": {"ema": 0.9, "tensorboard": 0}}  # no checkpoint is due before
+    changes = {"callbacks": [END], "training": {"ema": 0.9, "tensorboard": 0, "checkpoint": {}}}  # none is due before
     config = write_config(tmp_path / "again.yaml", tiny_config(tmp_path, **changes, name="again"))
     stopped = run_command(config, tmp_path, END_AT="7", END_HOW="term")
     assert stopped.returncode == REQUEUE, stopped.stderr

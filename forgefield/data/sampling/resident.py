@@ -13,7 +13,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from forgefield.data.batch import SHAPES, Batch
+from forgefield.data.batch import SHAPES, Batch, is_memory_error
 from forgefield.data.dataset import GraphDataset
 from forgefield.data.store.columns import offsets
 from forgefield.errors import ForgefieldError
@@ -26,8 +26,10 @@ _COMPACT = {"edge_index": torch.int32, "edge_shift": torch.int16, "edge_reverse"
 """Types in which columns of edges are kept; batches have other types."""
 
 
+MOST_BYTES = 2**30
 LARGEST_SHARE = 0.25
-"""Share of the free memory of a GPU that frames may use, unless the config requests that they stay there."""
+"""Memory of a GPU, and share of what is free, that frames may use unless the config requests that they stay there. Reading more
+would delay the first step."""
 
 
 def resident_frames(dataset: GraphDataset, device: torch.device, keep: str, *, noisy: bool) -> ResidentFrames | str:
@@ -42,14 +44,31 @@ def resident_frames(dataset: GraphDataset, device: torch.device, keep: str, *, n
     if dataset.n_edges is None:
         reason = "neighbour lists are built for each batch"
     if reason is None and not requested:
-        free = torch.cuda.mem_get_info(device)[0]
-        if (needed := sum(memory_bytes(dataset))) > LARGEST_SHARE * free:
-            reason = f"they need {needed / 2**30:.2g} GB of the {free / 2**30:.2g} GB of free GPU memory"
-    if reason is None:
+        needed, free = memory_bytes(dataset)[0], torch.cuda.mem_get_info(device)[0]
+        if needed > MOST_BYTES or needed + WINDOW_BYTES > LARGEST_SHARE * free:
+            reason = (
+                f"all frames need {_gigabytes(needed)} of GPU memory, of which {_gigabytes(free)} is free (data.keep=device "
+                "keeps them there)"
+            )
+    if reason is not None:
+        if requested:
+            raise ForgefieldError(
+                f"data.keep=device: frames cannot stay on the device, because {reason}; leave it out."
+            )
+        return f"assembled on the host, because {reason}"
+    try:
         return ResidentFrames(dataset, device)
-    if requested:
-        raise ForgefieldError(f"data.keep=device: frames cannot stay on the device, because {reason}; leave it out.")
-    return f"assembled on the host, because {reason}"
+    except Exception as error:
+        if is_memory_error(error):
+            raise ForgefieldError(
+                f"data.keep=device: all frames need {_gigabytes(memory_bytes(dataset)[0])}, more memory than is free; leave it "
+                "out."
+            ) from error
+        raise
+
+
+def _gigabytes(n_bytes: int) -> str:
+    return f"{n_bytes / 2**30:.3g} GB"
 
 
 def memory_bytes(dataset: GraphDataset) -> tuple[int, int]:

@@ -9,36 +9,101 @@ forces were computed. Everything else is linear in stacks, or differentiated by 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING
 
 import torch
-import torch.autograd.forward_ad as forward_ad
 from torch import Tensor
 
 from forgefield.kernels.contraction.passes import Contraction, compile_contractions, contraction_refusal
 from forgefield.kernels.convolution.form import Form, form_of
 from forgefield.kernels.convolution.passes import Convolution, Motion, Planned, Radial, Rows, compile_together
 from forgefield.kernels.core.fields import TANGENT, VALUE, new_field
+from forgefield.kernels.core.runtime import Concurrent
 from forgefield.kernels.dense.products import AtomsBySpecies
 from forgefield.kernels.radial.layer import RadialTable
 from forgefield.kernels.radial.table import Intervals, TableGradient
+from forgefield.models.mace.stacks import Started, cut_list, linear, matrix_gradient, moving, with_tangents
 from forgefield.ops.autograd import AutogradContext, Gradients, TypedFunction
-from forgefield.ops.graph import EdgeGraph, Segments, gather
+from forgefield.ops.graph import EdgeGraph
+from forgefield.ops.linear import IrrepsLinear, SpeciesLinear, product_by_species
 from forgefield.ops.products import is_lowered, product
 
 if TYPE_CHECKING:
     from forgefield.models.mace.interaction import Interaction, Product
 
 
+Residual = list[Tensor | None]
+"""What is added to each block of new features; None where nothing is."""
+
+
 @dataclass(frozen=True)
 class Atoms:
-    """species: (n_atoms,). by_species: atoms sorted by species, where gradients of weights of several species are computed."""
+    """species: (n_atoms,). one_hot: (n_atoms, n_species). by_species: atoms sorted by species, where gradients of weights of
+    several species are computed."""
 
     species: Tensor
-    n_species: int
+    one_hot: Tensor
     by_species: AtomsBySpecies | None
+
+    @property
+    def n_species(self) -> int:
+        return self.one_hot.shape[1]
+
+
+@dataclass(frozen=True)
+class LayerWeights:
+    """Weights of a layer as its passes use them.
+
+    up, sums, results: (c, d) for each block, of the linear maps before and after the sum over neighbours, and after the
+    polynomials. residual: (c, n_species, d) for each of `residual_pairs`; empty for other interactions than `residual`. table:
+    weights of polynomials, (n_species or 1, n_weights, channels).
+    """
+
+    up: list[Tensor]
+    sums: list[Tensor]
+    results: list[Tensor]
+    residual: list[Tensor]
+    table: Tensor
+
+    def tensors(self) -> list[Tensor]:
+        return [*self.up, *self.sums, *self.results, *self.residual, self.table]
+
+    def replaced(self, tensors: list[Tensor]) -> LayerWeights:
+        """The same with other tensors, in the order of `tensors()`."""
+        lengths = [len(part) for part in (self.up, self.sums, self.results, self.residual)]
+        up, sums, results, residual, (table,) = cut_list(tensors, lengths)
+        return LayerWeights(up, sums, results, residual, table)
+
+    def detached(self) -> LayerWeights:
+        return self.replaced([tensor.detach() for tensor in self.tensors()])
+
+
+def layer_weights(interactions: Sequence[Interaction], products: Sequence[Product]) -> list[LayerWeights]:
+    """Of all layers. Weights of linear maps are scaled together, and their gradients together."""
+    linears: list[IrrepsLinear | SpeciesLinear] = []
+    for interaction, polynomials in zip(interactions, products):
+        linears += [interaction.linear_up, interaction.linear, polynomials.linear]
+        linears += [interaction.by_species] if interaction.kind == "residual" else []
+    scaled = torch.cat([x.weight for x in linears]) * torch.cat([x.norm for x in linears])
+    parts = iter(scaled.split([size for x in linears for size in x.sizes]))
+
+    def matrices(linear: IrrepsLinear) -> list[Tensor]:
+        return [next(parts).view(shape) for shape in linear.channels]
+
+    result = []
+    for interaction, polynomials in zip(interactions, products):
+        up, sums, results = map(matrices, (interaction.linear_up, interaction.linear, polynomials.linear))
+        by_species = interaction.by_species if interaction.kind == "residual" else None
+        residual = (
+            []
+            if by_species is None
+            else [next(parts).view(c, by_species.n_embedding, d) for c, d in by_species.channels]
+        )
+        result.append(LayerWeights(up, sums, results, residual, polynomials.table().contiguous()))
+    return result
 
 
 @dataclass(frozen=True)
@@ -71,19 +136,25 @@ class MovedPass:
     position: Tensor | None = None
 
 
+ONE_HOT_UP_TO = 16
+"""Number of species up to which one product with all matrices is cheaper than a copy of a matrix for each atom."""
+
+
 class Layer:
     """One layer on one batch, with what the first pass leaves for the second."""
 
     def __init__(
-        self, interaction: Interaction, polynomials: Product, graph: EdgeGraph, atoms: Atoms, *, first: bool
+        self,
+        interaction: Interaction,
+        polynomials: Product,
+        weights: LayerWeights,
+        graph: EdgeGraph,
+        atoms: Atoms,
+        *,
+        first: bool,
     ) -> None:
-        self.interaction, self.product, self.graph, self.atoms, self.first = (
-            interaction,
-            polynomials,
-            graph,
-            atoms,
-            first,
-        )
+        self.interaction, self.product, self.weights = interaction, polynomials, weights
+        self.graph, self.atoms, self.first = graph, atoms, first
         self.form = form_of_interaction(interaction)
         like = interaction.linear.weight.detach()
         self.x, self.to_x = (new_field(self.form.features, graph.n_atoms, like) for _ in range(2))
@@ -93,6 +164,8 @@ class Layer:
         channels = polynomials.weights[0].shape[2]
         self.results = [self._stack(like, output.irrep.dim, channels) for output in polynomials.plan.outputs]
         self.to_features: list[Tensor] = []
+        self.started: Started | None = None
+        """Gradients that are computed concurrently, in the second pass."""
         self.convolution: Convolution | None = None
 
     def _stack(self, like: Tensor, components: int, channels: int) -> Tensor:
@@ -104,33 +177,46 @@ class Layer:
     # ---- the two passes: blocks of stacks -> blocks of stacks. In the first layer, blocks are those of species.
 
     def at_rest(self, blocks: list[Tensor], edges: EdgePass) -> list[Tensor]:
-        sent = self._sent(blocks, trained=False)
-        matrices = [matrix.detach() for matrix in self.interaction.linear.matrices()]
-        sums = _Sums.apply(self, edges.harmonics, edges.radial, matrices, *edges.tracked, *sent)
-        features, residual = self._features(list(sums), sent, blocks, edges.density)
-        return self._new_features(features, residual, trained=False)
+        weights = self.weights.detached()
+        sent = self._sent(blocks, weights)
+        sums = _Sums.apply(self, edges.harmonics, edges.radial, weights.sums, *edges.tracked, *sent)
+        features, residual = self._features(list(sums), sent, blocks, weights, edges.density)
+        if not self.by_kernels:
+            return self._by_reference(features, weights, residual)
+        results = _Contracted.apply(self, weights.table, *(stack.contiguous() for stack in features))
+        return self._new_blocks(list(results), weights, residual)
 
-    def moved(self, blocks: list[Tensor], edges: MovedPass) -> list[Tensor]:
-        sent = self._sent(blocks, trained=True)
-        sums = _MovingSums.apply(self, edges, *edges.tracked, *self.interaction.linear.matrices(), *sent)
-        features, residual = self._features(list(sums), sent, blocks, edges.density)
-        return self._new_features(features, residual, trained=True)
+    def moved(self, blocks: list[Tensor], weights: LayerWeights, edges: MovedPass, started: Started) -> list[Tensor]:
+        self.started = started
+        sent = self._sent(blocks, weights)
+        sums = _MovingSums.apply(self, edges, *edges.tracked, *weights.sums, *sent)
+        features, residual = self._features(list(sums), sent, blocks, weights, edges.density)
+        if not self.by_kernels:
+            return self._by_reference(features, weights, residual)
+        results = _MovingContracted.apply(self, weights.table, *(stack.contiguous() for stack in features))
+        return self._new_blocks(list(results), weights, residual)
 
-    def _sent(self, blocks: list[Tensor], *, trained: bool) -> list[Tensor]:
-        """What neighbours read, in the first layer values alone. trained: with a gradient in the weights."""
-        interaction = self.interaction
-        mixed = _mapped([blocks[i] for i in interaction.up_from], interaction.linear_up.matrices(), trained)
+    def _sent(self, blocks: list[Tensor], weights: LayerWeights) -> list[Tensor]:
+        """What neighbours read, in the first layer values alone."""
+        mixed = [
+            linear(blocks[i], matrix, None, self.started) for i, matrix in zip(self.interaction.up_from, weights.up)
+        ]
         return [self._of_atoms(stack, 1) for stack in mixed] if self.first else mixed
 
     def _features(
-        self, sums: list[Tensor], sent: list[Tensor], blocks: list[Tensor], density: Tensor | None
-    ) -> tuple[list[Tensor], list[Tensor] | None]:
+        self,
+        sums: list[Tensor],
+        sent: list[Tensor],
+        blocks: list[Tensor],
+        weights: LayerWeights,
+        density: Tensor | None,
+    ) -> tuple[list[Tensor], Residual | None]:
         """Features that polynomials are taken of, and what is added to the result."""
         interaction, species, n_rows = self.interaction, self.atoms.species, sums[0].shape[0]
         if interaction.kind == "residual":
             complete = interaction.complete([stack.flatten(0, 1) for stack in sums])
-            return [x.unflatten(0, (n_rows, -1)) for x in complete], self._residual(blocks)
-        inputs = [*sums, *(_with_tangents(x, n_rows) for x in sent), *(self._of_atoms(x, n_rows) for x in blocks)]
+            return [x.unflatten(0, (n_rows, -1)) for x in complete], self._residual(blocks, weights)
+        inputs = [*sums, *(with_tangents(x, n_rows) for x in sent), *(self._of_atoms(x, n_rows) for x in blocks)]
         inputs += [] if density is None else [density.unsqueeze(0) if n_rows == 1 else density.transpose(0, 1)]
 
         def finish(tensors: list[Tensor]) -> list[Tensor]:
@@ -139,39 +225,46 @@ class Layer:
             new, residual = interaction.finish(parts, rest[0] if rest else None, joined, old, species)
             return [*new, *(residual or [])]
 
-        new, residual = cut_list(moving(finish, inputs), [len(interaction.targets)])
-        return new, residual or None
+        new, old_features = cut_list(moving(finish, inputs), [len(interaction.targets)])
+        return new, list(old_features) or None
 
-    def _residual(self, blocks: list[Tensor]) -> list[Tensor]:
-        """Old features mapped by species. In the first layer they depend on species alone, and are values."""
-        interaction, species = self.interaction, self.atoms.species
-        if self.first:
-            numbers = torch.arange(self.atoms.n_species, device=species.device)
-            tables = interaction.residual([block.squeeze(0) for block in blocks], numbers)
-            return [self._of_atoms(table.unsqueeze(0), 1) for table in tables]
-        n_rows = blocks[0].shape[0]
-        mapped = interaction.residual([block.flatten(0, 1) for block in blocks], species.repeat(n_rows))
-        return [x.unflatten(0, (n_rows, -1)) for x in mapped]
+    def _residual(self, blocks: list[Tensor], weights: LayerWeights) -> Residual:
+        """Old features mapped by species, one stack for each of `kept`. In the first layer they depend on species alone."""
+        interaction = self.interaction
+        result: list[Tensor | None] = [None] * len(interaction.kept)
+        for (i, j), matrix in zip(interaction.residual_pairs, weights.residual):
+            if self.first:
+                table = torch.bmm(blocks[i].squeeze(0), matrix.transpose(0, 1))
+                mapped = self._of_atoms(table.unsqueeze(0), 1)
+            else:
+                mapped = self._by_species(blocks[i], matrix)
+            before = result[j]
+            result[j] = mapped if before is None else before + mapped
+        return result
+
+    def _by_species(self, x: Tensor, matrix: Tensor) -> Tensor:
+        """x (R, n_atoms, k, c) times the matrix of each atom's species. matrix: (c, n_species, d)."""
+        count = self.atoms.n_species
+        if count > ONE_HOT_UP_TO:
+            species = self.atoms.species.repeat(len(x))
+            return product_by_species(x.flatten(0, 1), matrix.transpose(0, 1), species).view(*x.shape[:3], -1)
+        if count > 1:
+            x = (x.unsqueeze(4) * self.atoms.one_hot.view(1, -1, 1, 1, count)).flatten(3)
+        return linear(x, matrix.flatten(0, 1), None, self.started)
 
     def _of_atoms(self, stack: Tensor, n_rows: int) -> Tensor:
         """Features of atoms; those of the first layer are given for species."""
         if self.first:
-            stack = gather(stack.squeeze(0), Segments(self.atoms.species, self.atoms.n_species)).unsqueeze(0)
-        return _with_tangents(stack, n_rows)
+            stack = _OfAtoms.apply(stack.squeeze(0), self.atoms).unsqueeze(0)
+        return with_tangents(stack, n_rows)
 
-    def _new_features(self, features: list[Tensor], residual: list[Tensor] | None, *, trained: bool) -> list[Tensor]:
-        polynomials = self.product
-        if self.by_kernels:
-            table = polynomials.table()
-            table = (table if trained else table.detach()).contiguous()
-            function = _MovingContracted if trained else _Contracted
-            results = list(function.apply(self, table, *(stack.contiguous() for stack in features)))
-        else:
-            results = moving(lambda parts: polynomials.polynomials(parts, self.atoms.species), features)
-        new = _mapped(results, polynomials.linear.matrices(), trained)
-        if residual is None:
-            return new
-        return [x + old if len(old) == len(x) else torch.cat([x[:1] + old, x[1:]]) for x, old in zip(new, residual)]
+    def _by_reference(self, features: list[Tensor], weights: LayerWeights, residual: Residual | None) -> list[Tensor]:
+        results = moving(lambda parts: self.product.polynomials(parts, self.atoms.species), features)
+        return self._new_blocks(results, weights, residual)
+
+    def _new_blocks(self, results: list[Tensor], weights: LayerWeights, residual: Residual | None) -> list[Tensor]:
+        added = residual or [None] * len(results)
+        return [linear(x, matrix, old, self.started) for x, matrix, old in zip(results, weights.results, added)]
 
 
 def form_of_interaction(interaction: Interaction) -> Form:
@@ -185,86 +278,40 @@ def compile_layers(layers: Sequence[Layer], edges: Sequence[EdgePass]) -> None:
     planned = [layer.planned(edge_pass.radial) for layer, edge_pass in zip(layers, edges)]
     compile_together(planned, layers[0].graph, edges[0].harmonics)
     contractions = [
-        Contraction(layer.product.plan, layer.product.table().detach(), layer.atoms.species)
+        Contraction(layer.product.plan, layer.weights.table.detach(), layer.atoms.species)
         for layer in layers
         if layer.by_kernels
     ]
     compile_contractions(contractions, layers[0].atoms.by_species)
 
 
-# ---- stacks
+class _OfAtoms(TypedFunction):
+    """Rows (n_species, ...) -> rows (n_atoms, ...)."""
 
-
-def moving(function: Callable[[list[Tensor]], list[Tensor]], stacks: Sequence[Tensor]) -> list[Tensor]:
-    """Apply `function` of tensors (n, ...) to stacks (R, n, ...): values alone, or values and tangents."""
-    if stacks[0].shape[0] == 1:
-        return [value.unsqueeze(0) for value in function([stack.squeeze(0) for stack in stacks])]
-    with forward_ad.dual_level():
-        outputs = function([forward_ad.make_dual(stack[0], stack[1]) for stack in stacks])
-        pairs = [forward_ad.unpack_dual(value) for value in outputs]
-        return [
-            torch.stack([pair.primal, torch.zeros_like(pair.primal) if pair.tangent is None else pair.tangent])
-            for pair in pairs
-        ]
-
-
-def _with_tangents(stack: Tensor, n_rows: int) -> Tensor:
-    return stack if len(stack) == n_rows else torch.cat([stack, torch.zeros_like(stack)])
-
-
-def _mapped(stacks: Sequence[Tensor], matrices: Sequence[Tensor], trained: bool) -> list[Tensor]:
-    return [linear(x, matrix if trained else matrix.detach()) for x, matrix in zip(stacks, matrices)]
-
-
-def cut_list(tensors: list[Tensor], lengths: Sequence[int]) -> list[list[Tensor]]:
-    """Consecutive parts of these lengths, and the rest."""
-    parts = []
-    for length in lengths:
-        parts.append(tensors[:length])
-        tensors = tensors[length:]
-    return [*parts, tensors]
-
-
-ROWS = 2048
-"""Rows that are summed by one product for the gradient of a matrix: libraries split long sums badly."""
-
-
-def linear(x: Tensor, matrix: Tensor) -> Tensor:
-    """x (..., c) times matrix (c, d)."""
-    result: Tensor = product(x, matrix) if is_lowered(x) else _Linear.apply(x, matrix)
-    return result
-
-
-class _Linear(TypedFunction):
     @staticmethod
-    def forward(ctx: AutogradContext, x: Tensor, matrix: Tensor) -> Tensor:
-        ctx.save_for_backward(x, matrix)
-        return x @ matrix
+    def forward(ctx: AutogradContext, rows: Tensor, atoms: Atoms) -> Tensor:
+        ctx.atoms, ctx.shape = atoms, rows.shape
+        return rows.index_select(0, atoms.species)
 
     @staticmethod
     @torch.autograd.function.once_differentiable
-    def backward(ctx: AutogradContext, to_result: Tensor) -> Gradients:
-        x, matrix = ctx.saved_tensors
-        wants_x, wants_matrix = ctx.needs_input_grad
-        to_x = to_result @ matrix.t() if wants_x else None
-        return to_x, matrix_gradient(x.flatten(0, -2), to_result.flatten(0, -2)) if wants_matrix else None
-
-
-def matrix_gradient(x: Tensor, to_result: Tensor) -> Tensor:
-    """(c, d): transpose of x (n, c) times to_result (n, d)."""
-    n_parts = x.shape[0] // ROWS
-    if is_lowered(x) or n_parts < 2:
-        return product(x.t(), to_result)
-    n = n_parts * ROWS
-    parts = torch.bmm(x[:n].view(n_parts, ROWS, -1).transpose(1, 2), to_result[:n].reshape(n_parts, ROWS, -1))
-    return torch.addmm(parts.sum(0), x[n:].t(), to_result[n:])
+    def backward(ctx: AutogradContext, to_atoms: Tensor) -> Gradients:
+        return matrix_gradient(ctx.atoms.one_hot, to_atoms.flatten(1)).view(ctx.shape), None
 
 
 # ---- sums over neighbours
 
 
-def _multiply(x: Tensor, matrix: Tensor, out: Tensor) -> None:
-    """Write a product of rows."""
+def _multiply(rows: Sequence[Tensor], matrices: Sequence[Tensor], out: Sequence[Tensor]) -> None:
+    """Write products of rows, one for each block, concurrently: those of small batches are limited by latency."""
+    first, *others = zip(rows, matrices, out)
+    started = [Concurrent(f"block {number}", partial(_write_product, *parts)) for number, parts in enumerate(others)]
+    _write_product(*first)
+    for work in started:
+        work.result()
+
+
+def _write_product(x: Tensor, matrix: Tensor, out: Tensor) -> None:
     if is_lowered(x):
         out.copy_(product(x, matrix))
     else:
@@ -289,8 +336,8 @@ class _Sums(TypedFunction):
         layer.x.fill(VALUE, [stack[0] for stack in sent])
         layer.convolution = Convolution(layer.form, layer.graph, harmonics, radial, still=layer.first)
         layer.convolution.values(layer.x, layer.z)
-        for number, (stack, matrix) in enumerate(zip(layer.sums, matrices)):
-            _multiply(layer.z.rows(number, VALUE), matrix, stack[VALUE].flatten(0, 1))
+        rows = [layer.z.rows(number, VALUE) for number in range(len(matrices))]
+        _multiply(rows, matrices, [stack[VALUE].flatten(0, 1) for stack in layer.sums])
         return tuple(stack[:1] for stack in layer.sums)
 
     @staticmethod
@@ -298,8 +345,9 @@ class _Sums(TypedFunction):
     def backward(ctx: AutogradContext, *to_sums: Tensor) -> Gradients:
         layer: Layer = ctx.layer
         assert layer.convolution is not None
-        for number, (to_stack, matrix) in enumerate(zip(to_sums, ctx.matrices)):
-            _multiply(to_stack.reshape(-1, matrix.shape[1]), matrix.t(), layer.to_z.rows(number, TANGENT))
+        rows = [to_stack.reshape(-1, matrix.shape[1]) for to_stack, matrix in zip(to_sums, ctx.matrices)]
+        transposed = [matrix.t() for matrix in ctx.matrices]
+        _multiply(rows, transposed, [layer.to_z.rows(number, TANGENT) for number in range(len(rows))])
         columns = 4 if ctx.in_table else layer.form.n_harmonics
         parts = layer.z.flat.new_empty((layer.form.n_chunks, layer.graph.n_edges, columns))
         to_x = None if layer.first else layer.to_x
@@ -328,8 +376,8 @@ class _MovingSums(TypedFunction):
         if not layer.first:
             layer.x.fill(TANGENT, [stack[TANGENT] for stack in sent])
         layer.convolution.tangents(layer.x, layer.z, edges.motion)
-        for number, (stack, matrix) in enumerate(zip(layer.sums, matrices)):
-            _multiply(layer.z.rows(number, TANGENT), matrix, stack[TANGENT].flatten(0, 1))
+        rows = [layer.z.rows(number, TANGENT) for number in range(len(matrices))]
+        _multiply(rows, matrices, [stack[TANGENT].flatten(0, 1) for stack in layer.sums])
         return tuple(stack.detach() for stack in layer.sums)
 
     @staticmethod
@@ -337,14 +385,20 @@ class _MovingSums(TypedFunction):
     def backward(ctx: AutogradContext, *to_sums: Tensor) -> Gradients:
         layer: Layer = ctx.layer
         edges: MovedPass = ctx.edges
+        started = layer.started
         assert layer.convolution is not None
-        to_matrices = []
-        for number, (to_stack, matrix) in enumerate(zip(to_sums, ctx.matrices)):
-            rows = to_stack.reshape(-1, matrix.shape[1])
-            _multiply(rows[: len(rows) // 2], matrix.t(), layer.to_z.rows(number, VALUE))
-            to_matrices.append(matrix_gradient(layer.z.both(number), rows))
-        collected = _RowGradients(layer.graph) if edges.table is None else _TableGradients(edges)
-        layer.convolution.back(layer.x, layer.to_z, layer.to_x, edges.motion, collected.add)
+        assert started is not None
+        rows = [to_stack.reshape(-1, matrix.shape[1]) for to_stack, matrix in zip(to_sums, ctx.matrices)]
+        to_matrices = [
+            started.run("matrices", partial(matrix_gradient, layer.z.both(number), both))
+            for number, both in enumerate(rows)
+        ]
+        to_z = [layer.to_z.rows(number, VALUE) for number in range(len(rows))]
+        _multiply([both[: len(both) // 2] for both in rows], [matrix.t() for matrix in ctx.matrices], to_z)
+        collected: _RowGradients | _TableGradients
+        collected = _RowGradients(layer.graph) if edges.table is None else _TableGradients(edges, started)
+        started.wait_for_rows()  # of the next layer, whose memory is reused
+        started.rows = layer.convolution.back(layer.x, layer.to_z, layer.to_x, edges.motion, collected.add)
         blocks, n_atoms = layer.x.shape.blocks, layer.graph.n_atoms
         if layer.first:
             to_sent = [block.unsqueeze(0) for block in layer.to_x.blocks(VALUE)]
@@ -370,20 +424,23 @@ class _RowGradients:
 class _TableGradients:
     """Cotangents of the tensors that a table is computed from, from those of the weights of every edge."""
 
-    def __init__(self, edges: MovedPass) -> None:
+    def __init__(self, edges: MovedPass, started: Started) -> None:
         assert edges.table is not None
         assert edges.at is not None
         assert edges.position is not None
         assert edges.motion.position is not None
-        self.table = edges.table
+        self.table, self.started = edges.table, started
         n_weights = self.table.matrix.shape[1]
         self._sums = TableGradient(edges.at, edges.position, edges.motion.position, n_weights)
 
-    def add(self, rows: Rows) -> None:
-        self._sums.add(rows.of_w, rows.of_dw, None if rows.block is None else rows.block.columns)
+    def add(self, rows: Rows) -> Concurrent[None]:
+        columns = None if rows.block is None else rows.block.columns
+        return Concurrent("sums", partial(self._sums.add, rows.of_w, rows.of_dw, columns))
 
     def result(self) -> list[Tensor]:
-        return self.table.gradients(self._sums.result())
+        """Unfinished, as results of `Started.run` are."""
+        to_table = Concurrent("sums", self._sums.result)
+        return self.started.run("tables", lambda: self.table.gradients(to_table.result()))
 
 
 def _shared_rows(of_edges: Tensor, graph: EdgeGraph) -> Tensor:

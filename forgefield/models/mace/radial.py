@@ -126,14 +126,14 @@ class RadialNetwork(nn.Module):
 
     def hidden(self, x: Tensor) -> Tensor:
         """The input of the last layer."""
-        for number, (weight, scale) in enumerate(zip(self.weights[:-1], self.scales)):
+        for number, (weight, scale) in enumerate(zip(tuple(self.weights)[:-1], self.scales)):
             x = x @ (weight * scale) if number == 0 else product(x, weight * scale)
             x = activate("silu", x)
         return x
 
     def hidden_in_doubles(self, x: Tensor) -> Tensor:
         """The same in float64, from x in float64."""
-        for weight, scale in zip(self.weights[:-1], self.scales):
+        for weight, scale in zip(tuple(self.weights)[:-1], self.scales):
             x = activate("silu", torch.matmul(x, weight.double() * scale))
         return x
 

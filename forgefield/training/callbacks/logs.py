@@ -10,6 +10,8 @@ from __future__ import annotations
 import csv
 import io
 import json
+import time
+from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -235,6 +237,8 @@ def tensorboard_writers(trainer: L.Trainer) -> list[SummaryWriter]:
 class StepLog(Callback):
     """Logs the loss and the learning rate of single steps.
 
+    A loss is copied to the host without waiting for the device, and written when it has arrived.
+
     settings: the resolved config, which is logged as hyperparameters.
     tensorboard: whether the run writes TensorBoard events; the same on all ranks.
     from_step: the step at which a run resumes.
@@ -243,6 +247,7 @@ class StepLog(Callback):
     def __init__(self, settings: Mapping[str, Any], *, tensorboard: bool, from_step: int) -> None:
         self.settings, self.tensorboard = settings, tensorboard
         self._seen = from_step
+        self._waiting: deque[_LoggedStep] = deque()
 
     def on_fit_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         if trainer.is_global_zero and not is_quick(trainer):
@@ -255,17 +260,58 @@ class StepLog(Callback):
     ) -> None:
         step, every = trainer.global_step, int(vars(trainer)["log_every_n_steps"])
         before, self._seen = self._seen, step
+        if self._waiting:
+            self._write(trainer, only_arrived=True)
         if not (self.tensorboard or trainer.loggers) or not every or not isinstance(outputs, Mapping):
             return
         if step // every == before // every:  # a batch may contain many steps
             return
         # The loss of Lightning is divided by the number of accumulated batches, and it is that of one rank.
         loss = trainer.strategy.reduce(outputs["loss"] * trainer.accumulate_grad_batches, reduce_op="mean")
-        if not trainer.is_global_zero:
-            return
-        values = {"step/loss": float(loss), "step/lr": current_learning_rate(trainer.optimizers[0])}
-        for writer in tensorboard_writers(trainer):
-            for name, value in values.items():
-                writer.add_scalar(name, value, step)
-        for logger in trainer.loggers:
-            logger.log_metrics({"epoch": float(trainer.current_epoch), **values}, step=step)
+        if trainer.is_global_zero:
+            rate, epoch = current_learning_rate(trainer.optimizers[0]), trainer.current_epoch
+            self._waiting.append(_LoggedStep(step, epoch, rate, loss.detach()))
+            self._write(trainer, only_arrived=True)
+
+    def on_save_checkpoint(self, trainer: L.Trainer, pl_module: L.LightningModule, checkpoint: dict[str, Any]) -> None:
+        self._write(trainer)
+
+    def on_train_epoch_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        self._write(trainer, only_arrived=True)
+
+    def on_train_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        self._write(trainer)
+
+    def _write(self, trainer: L.Trainer, *, only_arrived: bool = False) -> None:
+        """Write the steps that are waiting. only_arrived: without waiting for the device."""
+        while self._waiting and not (only_arrived and not self._waiting[0].has_arrived):
+            logged = self._waiting.popleft()
+            values = {"step/loss": logged.loss, "step/lr": logged.rate}
+            for writer in tensorboard_writers(trainer):
+                for name, value in values.items():
+                    writer.add_scalar(name, value, logged.step, logged.time)
+            for logger in trainer.loggers:
+                logger.log_metrics({"epoch": float(logged.epoch), **values}, step=logged.step)
+
+
+class _LoggedStep:
+    """A step whose loss is on its way to the host."""
+
+    def __init__(self, step: int, epoch: int, rate: float, loss: torch.Tensor) -> None:
+        self.step, self.epoch, self.rate, self.time = step, epoch, rate, time.time()
+        self._loss = loss
+        self._arrived: torch.cuda.Event | None = None
+        if loss.is_cuda:
+            self._loss = torch.empty(loss.shape, dtype=loss.dtype, pin_memory=True).copy_(loss, non_blocking=True)
+            self._arrived = torch.cuda.Event()
+            self._arrived.record()
+
+    @property
+    def has_arrived(self) -> bool:
+        return self._arrived is None or bool(self._arrived.query())
+
+    @property
+    def loss(self) -> float:
+        if self._arrived is not None:
+            self._arrived.synchronize()
+        return float(self._loss)

@@ -18,6 +18,7 @@ import torch
 from forgefield.data.batch import Batch, is_memory_error
 from forgefield.data.padding import SizePlan
 from forgefield.errors import ForgefieldError
+from forgefield.kernels.core.compiling import compilation_reported
 from forgefield.kernels.core.runtime import has_triton, interpreted
 from forgefield.parallel.ranks import Ranks
 from forgefield.training.engines.engine import Engine, FixedSizeError
@@ -35,6 +36,7 @@ from forgefield.training.options import TrainingOptions
 ENGINES = ("eager", "compile", "graphs", "script")
 WORTH_MEASURING_S = 600.0
 """Trainings that take less with the eager engine are not compiled, which takes minutes."""
+INSTEAD_OF_KERNELS = "training.derivative=double trains without most of them; Ctrl-C stops, and the run is unchanged."
 WORTH_KERNELS_S = 60.0
 """Trainings that take less do not use generated kernels, whose compilation takes half a minute."""
 
@@ -372,7 +374,7 @@ class EngineStarter:
         steps: number of steps of the training, -1 without limit.
         graphs_refusal: why the training cannot be captured; None if it can.
         """
-        with self.compiling():
+        with self.compiling(), compilation_reported(self.notify, INSTEAD_OF_KERNELS):
             chosen, engine = self._start(function, batch, steps=steps, graphs_refusal=graphs_refusal)
         self.store(asdict(chosen))
         return engine

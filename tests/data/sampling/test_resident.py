@@ -11,8 +11,9 @@ from hypothesis import strategies as st
 from forgefield.data.dataset import GraphDataset
 from forgefield.data.sampling.loader import FrameLoader
 from forgefield.data.sampling.plan import Budget
-from forgefield.data.sampling.resident import ResidentFrames, memory_bytes
+from forgefield.data.sampling.resident import ResidentFrames, memory_bytes, resident_frames
 from forgefield.data.species import SpeciesTable
+from forgefield.errors import ForgefieldError
 from tests.support.mixed_frames import DATASET, SIZES, frames
 
 CPU = torch.device("cpu")
@@ -81,3 +82,14 @@ def test_noise_is_added_on_the_host():
     loader.resident = ResidentFrames(DATASET, CPU)
     with pytest.raises(ValueError, match="noise"):
         next(iter(loader))
+
+
+def test_where_frames_are_kept_and_why():
+    assert isinstance(resident_frames(DATASET, CPU, "device", noisy=False), ResidentFrames)
+    for keep in ("auto", "memory"):
+        assert resident_frames(DATASET, CPU, keep, noisy=False) == "assembled on the host"
+    with pytest.raises(ForgefieldError, match="data.keep=device: .* displaced at random"):
+        resident_frames(DATASET, CPU, "device", noisy=True)
+    built = GraphDataset(frames(SIZES), SpeciesTable(["Cu", "Au"]), 3.0, on_device=True)
+    with pytest.raises(ForgefieldError, match="data.keep=device: .* neighbour lists are built for each batch"):
+        resident_frames(built, CPU, "device", noisy=False)

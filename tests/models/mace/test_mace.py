@@ -9,6 +9,8 @@ from forgefield.data.frame import Frame
 from forgefield.errors import ForgefieldError
 from forgefield.models import build_model, resolve_model
 from forgefield.models.mace.model import MACE
+from forgefield.training.engines.engine import Engine
+from tests.support.engine_cases import labelled, step_function
 from tests.support.structures import STATISTICS, make_batch, make_frame
 
 TINY = {"name": "mace", "hidden_irreps": "4x0e + 4x1o", "max_ell": 2, "radial_mlp": [8], "mlp_irreps": "4x0e"}
@@ -229,3 +231,20 @@ def test_wrong_options_are_refused(options, words):
 def test_elements_are_needed_where_radii_are():
     with pytest.raises(ForgefieldError, match="distance_transform needs chemical elements; X1 is not one"):
         make(species=("H", "X1"), distance_transform="Agnesi")
+
+
+def test_a_training_step_has_the_gradient_of_every_weight(potential):
+    """Finite differences of the loss, weight by weight; a step computes with other tensors than the parameters."""
+    batch, generator = labelled(4, 3), torch.Generator().manual_seed(2)
+    engine = Engine(step_function(potential))
+    result = engine.differentiate(batch)
+    for name, weight, gradient in zip(engine.function.trained, engine.function.trained_weights(), result.gradients):
+        direction = torch.randn(weight.shape, generator=generator, dtype=torch.float64)
+        losses = []
+        for step in (1e-4, -1e-4):
+            with torch.no_grad():
+                weight += step * direction
+                losses.append(float(engine.differentiate(batch).loss))
+                weight -= step * direction
+        slope = 0.0 if gradient is None else float((gradient * direction).sum())
+        assert slope == pytest.approx((losses[0] - losses[1]) / 2e-4, rel=1e-4, abs=1e-7 * abs(losses[0])), name
