@@ -8,7 +8,7 @@ Sizes include at least one blank system, which has all atoms and edges that are 
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -195,7 +195,7 @@ class Program:
         self.status.copy_(near.status)
         batch = self._batch()
         with execution(kernels=True), evaluation():
-            graph = edge_graph(batch)
+            graph = replace(edge_graph(batch), pointers=near.pointers)
             atomic, slope = energies_and_slopes(
                 self.potential, batch, graph, near.vectors, self.fixed, gradients=settings.gradients
             )
@@ -203,8 +203,7 @@ class Program:
                 virials = torch.zeros((self.size.atoms, 9), dtype=torch.float64, device=self.device)
             else:
                 virials = torch.empty((self.size.atoms, 9), dtype=torch.float64, device=self.device)
-                pointers = graph.by_destination.pointers
-                sum_over_edges(slope, near.vectors, pointers, near.reverse, self.forces, virials)
+                sum_over_edges(slope, near.vectors, near.pointers, near.reverse, self.forces, virials)
             self.atomic.copy_(atomic)
             parts = torch.empty((self.size.systems, self.n_shares, 10), dtype=torch.float64, device=self.device)
             sum_over_frames(self.atomic, virials, self.first_atoms, self.cell, parts, self.energy, self.stress)
