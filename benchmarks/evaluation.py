@@ -11,6 +11,7 @@ its error, and the others follow.
 from __future__ import annotations
 
 import argparse
+import gc
 import time
 import traceback
 from collections.abc import Callable
@@ -176,6 +177,9 @@ def engine_row(potential: Potential, boxes: list[Atoms], steps: int, device: tor
     engine = DeviceEngine(potential, device, notify=print)
     start = time.perf_counter()
     dynamics = Dynamics(engine, boxes, device, force_scale(potential, device))
+    results = engine.evaluate(dynamics.positions, dynamics.cell)
+    assert results.forces is not None
+    start_values = float(results.energy.sum()) / len(dynamics.positions), float(results.forces.square().mean().sqrt())
     synchronise(device)
     first = time.perf_counter() - start
     engine.builds = 0
@@ -192,6 +196,7 @@ def engine_row(potential: Potential, boxes: list[Atoms], steps: int, device: tor
         f"{label:22} {n_atoms:8} atoms {int(program.status[2]):9} edges  step {whole:8.3f} ms  evaluate {evaluation:8.3f}  "
         f"replay {replay:8.3f}  lists {lists:8.2f} ({builds} in {steps} steps)  first {first:6.1f} s  "
         f"{gibibytes(device):6.2f} GiB  {1e6 * gibibytes(device) * 1.073741824 / n_atoms:7.1f} kB/atom  "
+        f"start: {start_values[0]:.7f} eV/atom, rms force {start_values[1]:.7f} eV/A  "
         f"{captures} {'captured' if program.captured else 'not captured'}",
         flush=True,
     )
@@ -254,6 +259,7 @@ def attempt(label: str, row: Callable[[], None]) -> None:
     except Exception as error:
         print(f"{label:22} failed: {type(error).__name__}: {str(error)[:300]}", flush=True)
         traceback.print_exc(limit=-6)
+    gc.collect()
     if torch.cuda.is_available():
         torch.cuda.empty_cache()
 

@@ -110,9 +110,8 @@ class Program:
         self.staged: Tensor | None = None
         """Copies of input and output in the memory of the host, where they are used."""
         self.fetched: Tensor | None = None
-        self._run: Callable[[], object] = self._compute
-        self._build: Callable[[], object] = self.builder.build
-        self._graphs: list[torch.cuda.CUDAGraph] = []
+        self._graphs: tuple[torch.cuda.CUDAGraph, torch.cuda.CUDAGraph] | None = None
+        """Of a build of the lists and of an evaluation, where they have been captured."""
 
     # ---- what is written between runs
 
@@ -160,23 +159,28 @@ class Program:
 
     def run(self) -> None:
         """Evaluate what is in `input`."""
-        self._run()
+        if self._graphs is None:
+            self._compute()
+        else:
+            self._graphs[1].replay()
 
     def build_lists(self) -> None:
         """Build neighbour lists for the positions and cells in `input`. Where they do not fit, the status of the next run says
         so."""
-        self._build()
+        if self._graphs is None:
+            self.builder.build()
+        else:
+            self._graphs[0].replay()
 
     def capture(self, pool: object) -> None:
         """From now on, replay a CUDA graph. Lists and systems must have been set. pool: memory shared with other graphs."""
 
-        graphs = [captured_evaluation(function, pool) for function in (self.builder.build, self._compute)]
-        self._build, self._run = (graph.replay for graph in graphs)
-        self._graphs = graphs
+        build = captured_evaluation(self.builder.build, pool)
+        self._graphs = build, captured_evaluation(self._compute, pool)
 
     @property
     def captured(self) -> bool:
-        return bool(self._graphs)
+        return self._graphs is not None
 
     def _compute(self) -> None:
         settings, near = self.settings, self.near
