@@ -385,5 +385,5 @@ def load_for_evaluation(
         run.require_head(head)
         precision = None if dtype is None else str(dtype).removeprefix("torch.")
         potential = run.load_potential(which, device, head=head, precision=precision)
-        potential = with_uncertainty(potential, run, which, uncertainty)
+        potential = with_uncertainty(potential, run, which, uncertainty, head)
     return potential.to(device).eval().requires_grad_(False)

@@ -52,7 +52,7 @@ def sum_by_pointers(values: Tensor, order: Tensor | None, pointers: Tensor) -> T
     order: (n_rows,); None where rows are sorted already.
     pointers: (count + 1,).
     """
-    if isinstance(values.shape[0], torch.SymInt):
+    if any(isinstance(size, torch.SymInt) for size in values.shape):
         return torch.ops.forgefield.sum_by_pointers(values, order, pointers)
     return _sum(values, order, pointers)
 
