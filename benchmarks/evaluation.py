@@ -139,7 +139,7 @@ class Scaled(Calculator):
 
 def timed(step: Callable[[], object], steps: int, device: torch.device) -> float:
     """Milliseconds of a step."""
-    for _ in range(5):
+    for _ in range(min(5, steps)):
         step()
     synchronise(device)
     start = time.perf_counter()
@@ -181,15 +181,16 @@ def engine_row(potential: Potential, boxes: list[Atoms], steps: int, device: tor
     builds = engine.builds
     program = engine._program
     assert program is not None
+    captures = engine.captures
     replay = timed(program.run, min(steps, 30), device)
     evaluation = timed(lambda: engine.evaluate(dynamics.positions, dynamics.cell), min(steps, 30), device)
-    lists = timed(lambda: engine._listed(dynamics.positions, dynamics.cell, True), 5, device)
+    lists = timed(program.build_lists, min(steps, 10), device)
     n_atoms = len(dynamics.positions)
     print(
         f"{label:22} {n_atoms:8} atoms {int(program.status[2]):9} edges  step {whole:8.3f} ms  evaluate {evaluation:8.3f}  "
         f"replay {replay:8.3f}  lists {lists:8.2f} ({builds} in {steps} steps)  first {first:6.1f} s  "
         f"{gibibytes(device):6.2f} GiB  {1e6 * gibibytes(device) * 1.073741824 / n_atoms:7.1f} kB/atom  "
-        f"captured {program.captured}",
+        f"{captures} {'captured' if program.captured else 'not captured'}",
         flush=True,
     )
 

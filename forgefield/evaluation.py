@@ -28,6 +28,7 @@ from forgefield.data.labels.label_reader import LabelReader
 from forgefield.data.module import FrameData
 from forgefield.data.options import DataOptions
 from forgefield.data.paths import test_sets
+from forgefield.data.readers import with_type_map
 from forgefield.data.reading import label_settings, read_table, unit_settings
 from forgefield.data.sampling.batching import evaluation_budget
 from forgefield.data.sampling.loader import FrameLoader
@@ -187,7 +188,9 @@ def test_frames(
     """
     labels, units = label_settings(options.labels), unit_settings(options.units)
     reader = LabelReader(labels, units)
-    frames = read_table(data, labels, units, lazy=is_lazy(options), required=labels_required, reader=reader)
+    frames = read_table(
+        with_type_map(data, run.type_map), labels, units, lazy=is_lazy(options), required=labels_required, reader=reader
+    )
     require_same_data(frames.fingerprint, ranks)
     dataset = GraphDataset(frames, SpeciesTable(run.species, trained=True), run.graph)
     batch = evaluation_budget(options)

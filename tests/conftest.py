@@ -2,6 +2,8 @@
 
 import gc
 import os
+import tempfile
+from pathlib import Path
 
 import pytest
 import torch
@@ -33,6 +35,19 @@ def _one_thread() -> None:
     torch.set_num_threads(1)
 
 
+@pytest.fixture(autouse=True, scope="session")
+def _session_cache(tmp_path_factory) -> Path:
+    """The cache folder of fixtures that several tests share, and not that of the user; one for all workers of pytest-xdist."""
+    folder = tmp_path_factory.getbasetemp()
+    cache = (folder.parent if "PYTEST_XDIST_WORKER" in os.environ else folder) / "shared-cache"
+    (cache / "c").mkdir(parents=True, exist_ok=True)
+    os.environ["FORGEFIELD_CACHE"] = str(cache)
+    return cache
+
+
 @pytest.fixture(autouse=True)
-def _own_cache(tmp_path, monkeypatch) -> None:
-    monkeypatch.setenv("FORGEFIELD_CACHE", str(tmp_path / "cache"))
+def _own_cache(monkeypatch, _session_cache) -> None:
+    """A cache folder for each test. Compiled C code is shared: it is stored under a hash of all that it depends on."""
+    cache = tempfile.mkdtemp(dir=_session_cache)
+    os.symlink(_session_cache / "c", f"{cache}/c")
+    monkeypatch.setenv("FORGEFIELD_CACHE", cache)

@@ -186,6 +186,7 @@ def predict(
             overwrite=overwrite,
             model_devi=model_devi,
             as_labels=as_labels,
+            type_map=run.type_map,
         )
         return list(iread(file, index=":")) if out is None else written
 

@@ -88,6 +88,8 @@ class DataOptions:
     """Validation data: a fraction of train (0.1), a number of its frames (50), files, or {indices: file-or-list}."""
     test: float | str | list[Any] | dict[str, Any] | None = None
     """Test data, as for `val`, or several sets by name: {300K: a.xyz, 600K: b.xyz}. Evaluated at the end of the training."""
+    overlap: str = option("error", choices=("error", "allow"))
+    """Whether files may be in two of train, val and test: an error, or allow. Errors are then measured on known frames."""
     indices: str | list[int] | None = None
     """Frames of `train` to use, selected before val and test are split off: a list, a file of integers, or 'start:stop'."""
     cutoff: float | None = option(5.0, above=0, unit="A")

@@ -267,6 +267,8 @@ def _kind(value: object, name: str) -> str:
 
 
 def _refuse_shared_files(options: DataOptions, requested: dict[str, Any], kinds: dict[str, str]) -> None:
+    if options.overlap == "allow":
+        return
     specs = {"train": options.train, **{name: requested[name] for name, kind in kinds.items() if kind == "files"}}
     owner: dict[str, str] = {}
     for name, spec in specs.items():
@@ -277,7 +279,7 @@ def _refuse_shared_files(options: DataOptions, requested: dict[str, Any], kinds:
             if other != name:
                 raise ForgefieldError(
                     f"{file.name} is in {_setting(other)} and in {_setting(name)}, so errors would be measured on known "
-                    f"frames; use another file, or data.{name.partition('-')[0]}=0.1 to split it"
+                    f"frames; use another file, data.{name.partition('-')[0]}=0.1 to split it, or data.overlap=allow"
                 )
 
 

@@ -30,7 +30,7 @@ from forgefield.data.frame import Frame, RawFrame
 from forgefield.data.labels.label_reader import CALCULATOR, PREDICTED_BY, LabelReader
 from forgefield.data.neighbours.graph import graph_of
 from forgefield.data.options import LabelOptions, UnitOptions
-from forgefield.data.readers import SourceFile, frames_with_values, source_files
+from forgefield.data.readers import SourceFile, frames_with_values, source_files, with_type_map
 from forgefield.data.reading import label_settings
 from forgefield.data.species import SpeciesTable
 from forgefield.errors import ForgefieldError
@@ -55,6 +55,7 @@ def predict_file(
     overwrite: bool = False,
     model_devi: str | os.PathLike[str] | None = None,
     as_labels: bool = False,
+    type_map: tuple[str, ...] | None = None,
 ) -> Path:
     """Predict all frames of `source` (as `data.train` names sources) and write them to `out`, whose path is returned.
 
@@ -63,13 +64,13 @@ def predict_file(
     device: where to compute; default: where the model is. neighbours: library of the neighbour lists.
     overwrite: replace `out` where it exists; files of `source` are never replaced. model_devi: for an ensemble, a file for the
     deviations of its members in DeePMD-kit's format. as_labels: `out` is training data: readers take the predictions as labels,
-    and labels of `source` are left out.
+    and labels of `source` are left out. type_map: elements of the atom types of DeePMD systems that do not name them.
     Suffixes of `out`: .extxyz, .xyz, .traj, .json, .db.
     """
     if model_devi is not None and not isinstance(potential, Ensemble):
         raise ForgefieldError("Deviations are those of an ensemble; name more than one run (--ensemble RUN).")
     out, units = Path(out), units or UnitOptions()
-    write, files = _writer(out), source_files(source)
+    write, files = _writer(out), source_files(with_type_map(source, type_map))
     refuse_existing(out, files, overwrite=overwrite)
     reader = LabelReader(label_settings(labels), units)
     pairs = (pair for file in files for pair in frames_with_values(file, reader, units))

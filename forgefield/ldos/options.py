@@ -24,6 +24,7 @@ MODEL = "ldos"
 
 FRAMES_ONLY = (
     "data.indices",
+    "data.overlap",
     "data.cutoff",
     "data.adaptive_cutoff",
     "data.max_neighbours",

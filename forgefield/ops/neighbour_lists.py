@@ -79,11 +79,9 @@ class _Images:
     """(n_images, 3), A."""
 
 
-def _lattice(cell: Tensor, pbc: Tensor) -> tuple[Tensor, Tensor]:
-    """Inverse cells and the distances between opposite faces, (n_frames, 3, 3) and (n_frames, 3), A.
-
-    Lattice vectors of axes that are not periodic are replaced by unit vectors orthogonal to those that are.
-    """
+def complete_lattice(cell: Tensor, pbc: Tensor) -> Tensor:
+    """Cells (n_frames, 3, 3), A, whose lattice vectors along axes that are not periodic are replaced by unit vectors orthogonal
+    to those that are."""
     a, b, c = cell.unbind(1)
     free = ~pbc
     n_free = free.sum(1)
@@ -97,7 +95,13 @@ def _lattice(cell: Tensor, pbc: Tensor) -> tuple[Tensor, Tensor]:
     identity = torch.eye(3, dtype=cell.dtype, device=cell.device).expand_as(cell)
     filling = torch.where((n_free == 1).view(-1, 1, 1), normals, beside_one)
     filling = torch.where((n_free == 3).view(-1, 1, 1), identity, filling)
-    box = torch.where(free.unsqueeze(2), filling, cell)
+    return torch.where(free.unsqueeze(2), filling, cell)
+
+
+def _lattice(cell: Tensor, pbc: Tensor) -> tuple[Tensor, Tensor]:
+    """Inverse cells, completed where they are not periodic, and the distances between opposite faces, (n_frames, 3, 3) and
+    (n_frames, 3), A."""
+    box = complete_lattice(cell, pbc)
     inverse, failed = torch.linalg.inv_ex(box)
     if bool(failed.any()) or not bool(torch.isfinite(inverse).all()):
         bad = int((failed.bool() | ~torch.isfinite(inverse).all(2).all(1)).nonzero()[0])

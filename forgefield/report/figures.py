@@ -52,7 +52,8 @@ def learning_figure(
             axes.set_ylabel("learning\nrate")
             _finish_log(axes, most=3)
         styles = {"train": COLOURS["orange"], "validation": COLOURS["blue"]}
-        spare = iter((COLOURS["green"], COLOURS["purple"]) * len(curves))
+        names = ("green", "purple") if styles.keys() & curves.keys() else ("blue", "orange", "green", "purple", "ink")
+        spare = iter([COLOURS[name] for name in names] * len(curves))
         for name, curve in curves.items():
             _curve(main, curve, styles.get(name) or next(spare), name)
         if best is not None:

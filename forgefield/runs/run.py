@@ -141,6 +141,23 @@ class Run:
         return tuple(self.info["species"])
 
     @property
+    def type_map(self) -> tuple[str, ...] | None:
+        """Elements of the atom types of DeePMD systems that do not name them, as in the training; None if that is unknown.
+
+        The type map of the training's sources, or else the species, where a config or an imported model states their order.
+        """
+        data = self.config.data
+        entries = [
+            entry
+            for sources in (data.train, data.val)
+            for entry in (sources if isinstance(sources, list) else [sources])
+        ]
+        stated = {tuple(entry["type_map"]) for entry in entries if isinstance(entry, Mapping) and entry.get("type_map")}
+        if stated:
+            return stated.pop() if len(stated) == 1 else None
+        return self.species if data.species is not None or self.info.get("status") == "imported" else None
+
+    @property
     def cutoff(self) -> float:
         return float(self.info["cutoff"])
 
@@ -309,10 +326,10 @@ class Run:
             raise ForgefieldError(f"'{device}' is not a device of torch; use cpu, cuda or cuda:0.") from error
         path, state = self.weights_path(which), self.read_weights(which).state
         info, members = self.info, self.members
-        precision = precision or info["precision"]
+        resolved, precision = info["model"], precision or info["precision"]
         try:
             if not members:
-                return self._build(info["model"], state, precision, head).to(device).eval()
+                return self._build(resolved, state, precision, head).to(device).eval()
             models = [
                 self._build(resolved, member_state(state, number), precision, head).to(device).eval()
                 for number, resolved in enumerate(members.values())

@@ -379,24 +379,33 @@ def read_torch_records(path: str | os.PathLike[str]) -> Any:
     return _read(Path(path), _RecordUnpickler)
 
 
-def _read(path: Path, unpickler: type[_TorchUnpickler]) -> Any:
+def read_torchscript_records(path: str | os.PathLike[str]) -> Any:
+    """The attributes of a TorchScript model (`torch.jit.save`) as `Record`s and tensors. Its code is not read."""
+    return _read(Path(path), _RecordUnpickler, is_script=True)
+
+
+def _read(path: Path, unpickler: type[_TorchUnpickler], *, is_script: bool = False) -> Any:
     if not path.is_file():
         raise ForgefieldError(f"{path} does not exist.")
     with open_archive(
         path, str(path), "a torch checkpoint", "save it with torch.save, which does not compress"
     ) as archive:
-        return _read_archive(archive, unpickler)
+        return _read_archive(archive, unpickler, is_script)
 
 
-def _read_archive(archive: zipfile.ZipFile, unpickler: type[_TorchUnpickler]) -> Any:
+def _read_archive(archive: zipfile.ZipFile, unpickler: type[_TorchUnpickler], is_script: bool) -> Any:
     names = [name for name in archive.namelist() if name.count("/") == 1 and name.endswith("/data.pkl")]
     if len(names) != 1:
         raise ValueError(
             "it holds no single data.pkl; a packaged or compiled model cannot be read, give the checkpoint"
         )
     root = names[0].split("/")[0]
-    if f"{root}/constants.pkl" in archive.namelist():
-        raise ValueError("it is a TorchScript model, give the checkpoint it was made from")
+    if (f"{root}/constants.pkl" in archive.namelist()) != is_script:
+        raise ValueError(
+            "it is not a TorchScript model"
+            if is_script
+            else "it is a TorchScript model, give the checkpoint it was made from"
+        )
     if f"{root}/byteorder" in archive.namelist() and archive.read(f"{root}/byteorder") != b"little":
         raise ValueError("its numbers are stored big-endian")
     return unpickler(io.BytesIO(archive.read(names[0])), archive, root).load()

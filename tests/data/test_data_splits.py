@@ -101,6 +101,11 @@ def test_the_same_file_in_two_parts_is_a_leak(source):
             resolve_splits(DataOptions(train=str(source), val=val), 0)
 
 
+def test_the_same_file_in_two_parts_is_allowed_on_request(source):
+    splits = resolve_splits(DataOptions(train=str(source), val=str(source), overlap="allow"), 0)
+    assert energies(splits.train) == energies(splits.val) == list(range(20))
+
+
 def test_single_atoms_stay_in_training(tmp_path):
     path = tmp_path / "a.xyz"
     pairs = "2\nenergy=0\nH 0 0 0\nO 0 0 1\n" * 4

@@ -35,7 +35,9 @@ def test_numbers_come_from_the_data_and_survive_json():
 
 
 def test_a_model_is_rebuilt_from_its_resolved_options_alone():
-    resolved = resolve({"name": "nequip", "num_features": 4, "l_max": 2, "zbl": {"polynomial_cutoff_p": 4}})
+    resolved = resolve(
+        {"name": "nequip", "num_features": 4, "l_max": 1, "num_layers": 2, "zbl": {"polynomial_cutoff_p": 4}}
+    )
     first = build_model(resolved, precision="float64", seed=1)
     second = build_model(json.loads(json.dumps(resolved)), precision="float64", seed=2)
     second.load_state_dict(first.state_dict())

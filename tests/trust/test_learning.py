@@ -10,6 +10,7 @@ from pathlib import Path
 import ase.io
 import numpy as np
 import pytest
+import torch
 import yaml
 from ase.build import bulk
 from ase.calculators.emt import EMT
@@ -17,9 +18,12 @@ from ase.calculators.emt import EMT
 import forgefield
 from forgefield.errors import ForgefieldError
 from forgefield.runs import Run
+from forgefield.trust.loop.explore import explore
 from forgefield.trust.loop.label import label_structures
-from forgefield.trust.loop.options import LabelOptions, load_loop
-from tests.support.emt_run import kill_when, start_command
+from forgefield.trust.loop.options import LabelOptions, LoopOptions, load_loop
+from forgefield.trust.loop.together import BatchExplorer, Walk, _temperatures
+from forgefield.trust.structures import read_structures
+from tests.support.emt_run import emt_run, kill_when, start_command
 from tests.support.labelling import copper_structures, label_command
 
 
@@ -248,3 +252,71 @@ def test_a_loop_may_train_ensembles_whose_deviations_are_the_uncertainty(tmp_pat
     for name in learning.run.members:
         record = Run(learning.run.member_path(name)).info["initial_model"]
         assert record["folder"] == str(first.member_path(name).absolute())
+
+
+@pytest.fixture
+def torch_sim():
+    return pytest.importorskip("torch_sim")
+
+
+def test_a_loop_explores_in_batches_with_torch_sim(torch_sim, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("LABEL_LOG", str(tmp_path / "labels.txt"))
+    loop = write_loop(tmp_path, explore={"engine": "torch-sim", "together": 3}, select={"frames": 2})
+    learning = forgefield.learn(loop)
+    folder = Path("learning/loop/iteration-01/explore")
+    records = [json.loads(path.read_text()) for path in sorted(folder.glob("*.json"))]
+    assert [record["temperature"] for record in records] == [300, 600, 300, 600]
+    assert {record["status"] for record in records} == {"finished"}
+    assert all(record["candidates"] == 5 for record in records)  # 10 steps of 5 fs, every second one
+    first = Run(Path("learning/loop/runs/iteration-00"))
+    for candidate in ase.io.read(folder / "0003.extxyz", index=":"):
+        energy, forces = candidate.get_potential_energy(), candidate.get_forces()
+        candidate.calc = forgefield.Calculator(first, uncertainty="forces")
+        assert candidate.get_potential_energy() == pytest.approx(energy, abs=1e-5)
+        assert np.allclose(candidate.get_forces(), forces, atol=1e-4)
+        candidate.calc.calculate(candidate, ["forces_uncertainty"])
+        value = np.linalg.norm(candidate.calc.results["forces_uncertainty"], axis=1).max()
+        assert candidate.info["uncertainty"] == pytest.approx(value, rel=1e-3)
+    assert learning.history[1]["simulations"] == 4
+    # a batch of which one record is missing is repeated with the same random numbers
+    before = {path.name: path.read_bytes() for path in folder.iterdir()}
+    (folder / "0001.json").unlink()
+    records = explore(first, read_structures("starts.extxyz"), load_loop(loop), 1, folder, device="cpu", notify=print)
+    assert len(records) == 4
+    assert {path.name: path.read_bytes() for path in folder.iterdir()} == before
+
+
+def test_batched_dynamics_have_the_temperatures_that_were_asked_for(torch_sim, tmp_path, monkeypatch):
+    monkeypatch.setattr("forgefield.trust.loop.together.FRICTION_STEPS", 10)
+    run, options = emt_run(tmp_path), LoopOptions(seed=1)
+    atoms = bulk("Cu", cubic=True) * (2, 2, 2)
+    walks = [Walk(atoms.copy(), temperature, 0) for temperature in (200.0, 800.0)]
+    options.explore.measure, options.explore.threshold, options.explore.ps = "energy", 1e9, 1.0
+    explorer = BatchExplorer.__new__(BatchExplorer)
+    explorer.torch_sim, explorer.device = torch_sim, torch.device("cpu")
+    from forgefield.torchsim import Model
+
+    explorer.model = Model(run, device="cpu", compute_stress=False)
+    torch.manual_seed(0)
+    state = explorer._begin(torch_sim.initialize_state([atoms] * 2, torch.device("cpu"), torch.float64), walks, 2.0)
+    step, seen = explorer._step(walks, 2.0), []
+    for number in range(150):
+        state = step(state)
+        if number >= 30:
+            seen.append(_temperatures(state, 2, state.system_idx.numpy()))
+    # the friction decorrelates kinetic energies within 10 steps; 3 * 32 degrees of freedom
+    assert np.mean(seen, 0) == pytest.approx([200, 800], rel=0.12)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"engine": "torch-sim", "pressures": [0.0]}, "the cells are kept"),
+        ({"engine": "torch-sim", "thermostat": "bussi"}, "langevin with explore.engine"),
+        ({"together": 4}, "applies to explore.engine: torch-sim"),
+    ],
+)
+def test_options_that_torch_sim_does_not_have_are_refused(tmp_path, changes, message):
+    with pytest.raises(ForgefieldError, match=message):
+        load_loop(write_loop(tmp_path, explore=changes))

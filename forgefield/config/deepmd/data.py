@@ -25,7 +25,22 @@ def translate_data(training: Section, species: list[str]) -> dict[str, Any]:
     section.only("min_pair_dist", 0.0, "frames with close atoms are not left out; take them out of the data")
     section.only("set_prefix", "set", "sets are the folders set.*")
     section.finish()
-    return data | _validation(training.below("validation_data"), species)
+    validation = training.below("validation_data")
+    data |= _validation(validation, species)
+    shared = [name for name in _names(data["val"]) if name in _names(data["train"])]
+    if shared and validation is not None:
+        data["overlap"] = "allow"
+        validation.notes[validation.path("systems")] = (
+            f"{', '.join(shared[:3])}{' and others' if len(shared) > 3 else ''}: also in training_data, so validation errors "
+            "are those of frames that the model knows."
+        )
+    return data
+
+
+def _names(sources: Any) -> list[str]:
+    """Paths of `data.train` or `data.val`."""
+    entries = sources if isinstance(sources, list) else [] if sources is None else [sources]
+    return [entry["path"] if isinstance(entry, dict) else entry for entry in entries]
 
 
 def _validation(section: Section | None, species: list[str]) -> dict[str, Any]:

@@ -159,6 +159,8 @@ class Branches:
         data |= {"batch": self._batch(parts), "sampling": self._sampling(parts), "val": val or None}
         if val:
             data["eval_batch"] = next(part["eval_batch"] for part in parts.values() if part["val"] is not None)
+        if any("overlap" in part for part in parts.values()):
+            data["overlap"] = "allow"
         return data
 
     def _batch(self, parts: Mapping[str, dict[str, Any]]) -> dict[str, Any]:

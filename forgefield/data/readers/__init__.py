@@ -12,6 +12,7 @@ from forgefield.data.readers.sources import (
     frames_with_values,
     read_frames,
     source_files,
+    with_type_map,
 )
 
 __all__ = [
@@ -23,4 +24,5 @@ __all__ = [
     "frames_with_values",
     "read_frames",
     "source_files",
+    "with_type_map",
 ]

@@ -60,7 +60,26 @@ def _refuse_overlap(files: list[SourceFile], spec: object) -> None:
         groups.append(mine)
 
 
+def with_type_map(spec: object, type_map: tuple[str, ...] | None) -> object:
+    """`spec`, or its sources if there are DeePMD systems that do not name their atom types: those are then of `type_map`."""
+    files = source_files(spec)
+    nameless = [file for file in files if file.type_map is None and _is_nameless(file)]
+    if type_map is None or not nameless:
+        return spec
+    log.info("%s: no type_map.raw; types 0, 1, ... are %s, as in the training", nameless[0].name, ", ".join(type_map))
+    return [replace(file, type_map=type_map) if file in nameless else file for file in files]
+
+
+def _is_nameless(file: SourceFile) -> bool:
+    reader = find_reader(file.path)
+    if reader is None or not reader.has_atom_types or not file.path.is_dir():
+        return False
+    return not (file.path / "type_map.raw").is_file()
+
+
 def _expand(spec: object, outer: SourceFile | None) -> list[SourceFile]:
+    if isinstance(spec, SourceFile):
+        return [spec]
     if isinstance(spec, (str, os.PathLike)):
         files = _named(os.fspath(spec))
         return files if outer is None else [replace(outer, path=file.path, group=file.group) for file in files]

@@ -13,8 +13,11 @@ from torch import Tensor
 
 from forgefield.errors import ForgefieldError
 from forgefield.inference.engine.device import DeviceEngine, Results, Systems
-from forgefield.models.potential import float64_copy
+from forgefield.inference.engine.edges import EdgeEngine, edge_batch
+from forgefield.models.edges import EdgeContext
+from forgefield.models.potential import Potential, float64_copy
 from forgefield.ops.execution import execution
+from forgefield.ops.graph import EdgeGraph, GradientSwitch
 from forgefield.ops.neighbour_lists import batched_neighbours
 
 MOST_ATOMS = 256
@@ -55,15 +58,7 @@ def compare(engine: DeviceEngine, systems: Systems, positions: Tensor, cell: Ten
         apart.set_systems(systems)
         results = apart.evaluate(positions, cell)
     expected = reference(engine, systems, positions, cell)
-    deviation = _deviation(results, expected, systems, whole)
-    dtype = engine.potential.interface.weight_dtype() or torch.float64
-    limit = TOLERANCES.get(dtype, TOLERANCES[torch.float32]) * max(0.1, deviation.largest_force)
-    if not deviation.forces <= limit:
-        raise ForgefieldError(
-            f"The evaluation engine is not exact for this model and structure ({deviation}). Use `engine=False`, which "
-            "evaluates the eager model, and report this."
-        )
-    return deviation
+    return _required(_deviation(results, expected, systems, whole), engine.potential)
 
 
 def reference(engine: DeviceEngine, systems: Systems, positions: Tensor, cell: Tensor) -> Results:
@@ -84,6 +79,53 @@ def reference(engine: DeviceEngine, systems: Systems, positions: Tensor, cell: T
     with execution(kernels=False, operators=False, c_code=False):
         out = potential(batch, forces=True, stress=True)
     return Results(out["energy"], out["atomic_energy"], out["forces"], out["stress"])
+
+
+def compare_edges(
+    engine: EdgeEngine, species: Tensor, source: Tensor, destination: Tensor, vectors: Tensor
+) -> Deviation:
+    """The same for edges; arguments as of `EdgeEngine.evaluate`. Of large structures, the first atoms and the edges between
+    them are compared, and instead of forces on atoms the derivatives in edge vectors."""
+    n_atoms = min(len(species), MOST_ATOMS)
+    among = (source < n_atoms) & (destination < n_atoms)
+    species, source, destination, vectors = species[:n_atoms], source[among], destination[among], vectors[among]
+    apart = EdgeEngine(engine.potential, engine.device, captured=False)
+    energies, slopes = apart.evaluate(species, source, destination, vectors)
+    potential = float64_copy(engine.potential).requires_grad_(False)
+    batch, graph = edge_batch(species, torch.stack([source, destination])), EdgeGraph(source, destination, n_atoms)
+    with execution(kernels=False, operators=False, c_code=False), torch.enable_grad():
+        exact = vectors.detach().requires_grad_(True)
+        edges = EdgeContext(exact, batch, graph, GradientSwitch(), differentiated_again=False)
+        atomic = potential.atomic_energies(batch, edges)
+        expected = torch.zeros_like(exact)
+        if atomic.requires_grad:
+            (expected,) = torch.autograd.grad(atomic.sum(), exact)
+    whole = bool(among.all())
+    deviation = Deviation(
+        energy=float((energies - atomic.detach()).sum().abs() / max(1, n_atoms)),
+        forces=_largest(slopes - expected),
+        stress=float("nan"),
+        n_atoms=n_atoms,
+        whole=whole,
+        largest_force=_largest(expected),
+    )
+    return _required(deviation, engine.potential)
+
+
+def _largest(values: Tensor) -> float:
+    return float(values.abs().max()) if values.numel() else 0.0
+
+
+def _required(deviation: Deviation, potential: Potential) -> Deviation:
+    """The deviation, unless it is too large."""
+    dtype = potential.interface.weight_dtype() or torch.float64
+    limit = TOLERANCES.get(dtype, TOLERANCES[torch.float32]) * max(0.1, deviation.largest_force)
+    if not deviation.forces <= limit:
+        raise ForgefieldError(
+            f"The evaluation engine is not exact for this model and structure ({deviation}). Use `engine=False`, which "
+            "evaluates the eager model, and report this."
+        )
+    return deviation
 
 
 def part_of(systems: Systems, positions: Tensor, cell: Tensor) -> tuple[Systems, Tensor, Tensor]:

@@ -19,7 +19,7 @@ from forgefield.data.padding import EDGES_PER_ATOM
 from forgefield.errors import ForgefieldError
 from forgefield.inference.engine.program import STATUS, Program, ProgramSize, Settings
 from forgefield.kernels.core.runtime import can_launch
-from forgefield.kernels.edges.near import COINCIDE, COUNT, MOVED
+from forgefield.kernels.edges.near import COINCIDE, COUNT, INVALID, MOVED, TRAVEL, UNIT
 from forgefield.models.edges import FixedWeights
 from forgefield.models.potential import Potential
 from forgefield.ops.neighbour_lists import batched_neighbours, squared_lengths
@@ -31,6 +31,12 @@ SPARE = 0.04
 """Share of edges for which there is additional room, because their number varies while atoms move."""
 LEAST_FILLED = 0.75
 """A program with fewer edges than this share of its room is replaced."""
+CAUTION = 1.2
+"""Lists are built before an evaluation in which an atom may have moved too far if it moves this many times as far as in the
+step before."""
+MOST_CAPTURED = 2**24
+"""Edges of the largest program that is captured: beyond, launches take no noticeable time, and a captured graph would need
+memory of its own in addition to that of the steps before its capture."""
 MOST_PROGRAMS = 4
 """Programs that are kept, the latest ones."""
 
@@ -130,6 +136,7 @@ class DeviceEngine:
         self._systems: Systems | None = None
         self._programs: dict[tuple[ProgramSize, bool], Program] = {}
         self._program: Program | None = None
+        self._travel = _Travel()
         self._pool = torch.cuda.graph_pool_handle() if device.type == "cuda" else None
         self._status = torch.zeros(STATUS, dtype=torch.float64, pin_memory=device.type == "cuda")
 
@@ -144,6 +151,7 @@ class DeviceEngine:
             n_systems, n_atoms = self._sizes
             program.cell[:n_systems].copy_(cell)
             program.positions[:n_atoms].copy_(positions)
+            self._prepare(program)
             program.run()
             self._status.copy_(program.status, non_blocking=True)
             self._wait()
@@ -169,6 +177,7 @@ class DeviceEngine:
             numbers[first : first + 3 * n_atoms] = positions.reshape(-1)
             length = first + 3 * n_atoms
             program.input[:length].copy_(staged[:length], non_blocking=True)
+            self._prepare(program)
             program.run()
             fetched.copy_(program.output, non_blocking=True)
             self._wait()
@@ -195,10 +204,15 @@ class DeviceEngine:
 
     def _checked(self, program: Program, status: np.ndarray, gradients: bool) -> Program | None:
         """None if results are valid; else the program with which the evaluation is to be repeated."""
-        if status[MOVED] == 0 and status[COUNT] <= program.size.edges:
+        fits = status[COUNT] <= program.size.edges and status[INVALID] == 0
+        if status[MOVED] == 0 and fits:
             if status[COINCIDE]:
                 self._refuse_coinciding(program)
+            self._travel.add(status[TRAVEL] * UNIT)
             return None
+        if fits and not self._travel.due and self._travel.evaluations > 0:
+            self._travel.due = True  # build the lists on the device and repeat
+            return program
         n_systems, n_atoms = self._sizes
         positions, cell = program.positions[:n_atoms].clone(), program.cell[:n_systems].clone()
         if not bool(torch.isfinite(positions).all()):
@@ -225,7 +239,7 @@ class DeviceEngine:
         return self._program
 
     def _listed(self, positions: Tensor, cell: Tensor, gradients: bool) -> Program:
-        """A program with new neighbour lists for these positions and cells."""
+        """A program with new neighbour lists for these positions and cells, built by the host step by step."""
         systems, cutoff = self._systems, self.potential.cutoff
         assert systems is not None
         index, shift, reverse = batched_neighbours(positions, systems.n_atoms, cell, systems.pbc, cutoff + self.skin)
@@ -243,10 +257,17 @@ class DeviceEngine:
         program.positions[:n_atoms] = positions
         program.set_systems(systems.species, systems.n_atoms, systems.pbc)
         program.set_lists(index, shift, reverse, _inverse(cell, systems.pbc))
-        if self.captured and not program.captured:
+        if self.captured and not program.captured and program.size.edges <= MOST_CAPTURED:
             self._capture(program)
-        self._program = program
+        self._program, self._travel = program, _Travel()
         return program
+
+    def _prepare(self, program: Program) -> None:
+        """Build lists on the device if they are due, before they are needed: an evaluation with old ones would be repeated."""
+        if self._travel.due:
+            program.build_lists()
+            self.builds += 1
+            self._travel = _Travel()
 
     def _program_for(self, sizes: tuple[int, int, int, int], gradients: bool) -> Program:
         """The smallest program into which systems of these sizes fit, or a new one; see `ProgramSize.holds`."""
@@ -280,6 +301,22 @@ class DeviceEngine:
         worst = int(lengths.argmin())
         one, other = sorted((int(source[worst]), int(destination[worst])))
         raise ForgefieldError(f"atoms {one} and {other} are at the same place; remove one")
+
+
+class _Travel:
+    """How far atoms have moved since the lists were built, in units of what they may move; whether the next step may be too
+    far."""
+
+    def __init__(self) -> None:
+        self.evaluations, self.due = 0, False
+        self._latest = 0.0
+
+    def add(self, travel: float) -> None:
+        """travel: at the present evaluation."""
+        self.evaluations += 1
+        step = max(travel - self._latest, travel / self.evaluations)
+        self._latest = travel
+        self.due = travel > 0 and travel + CAUTION * step > 1
 
 
 def planned_size(systems: int, atoms: int, listed: int, edges: int) -> ProgramSize:

@@ -16,16 +16,17 @@ from torch import Tensor
 from forgefield.inference.capture import capture
 from forgefield.kernels.convolution.dispatch import evaluation
 from forgefield.kernels.core.runtime import joined
+from forgefield.kernels.edges.lists import ListBuilder
 from forgefield.kernels.edges.near import NearEdges, SkinLists, select_near, sum_over_edges, sum_over_frames
 from forgefield.models.edges import EdgeContext, FixedWeights
 from forgefield.models.potential import Potential
 from forgefield.ops.execution import execution
-from forgefield.ops.graph import GradientSwitch, edge_graph
+from forgefield.ops.graph import EdgeGraph, GradientSwitch, edge_graph
 
-STATUS = 3
+STATUS = 5
 """Numbers of the status at the beginning of the output; see `kernels/edges/near.py`."""
 WARM_UPS = 2
-ATOMS_OF_SHARE = 2048
+ATOMS_OF_SHARE = 256
 """Atoms of a system that one program sums."""
 
 
@@ -95,13 +96,23 @@ class Program:
             cell=self.cell.clone(),
             inverse=zeros(systems, 3, 3),
         )
+        self.builder = ListBuilder(
+            self.positions,
+            self.cell,
+            self.pbc,
+            self.system,
+            self.first_atoms,
+            self.lists,
+            settings.cutoff + settings.skin,
+        )
         self.near = NearEdges.empty(atoms, size.listed, size.edges, device)
         self.n_shares = max(1, min(256, -(-atoms // (ATOMS_OF_SHARE * max(1, systems - 1)))))
         self.staged: Tensor | None = None
         """Copies of input and output in the memory of the host, where they are used."""
         self.fetched: Tensor | None = None
         self._run: Callable[[], object] = self._compute
-        self._graph: torch.cuda.CUDAGraph | None = None
+        self._build: Callable[[], object] = self.builder.build
+        self._graphs: list[torch.cuda.CUDAGraph] = []
 
     # ---- what is written between runs
 
@@ -131,6 +142,7 @@ class Program:
         lists.cell.copy_(self.cell)
         lists.inverse.zero_()[: inverse.shape[0]] = inverse
         lists.inverse[inverse.shape[0] :] = torch.linalg.inv(self.cell[-1])
+        self.builder.status.zero_()
 
         if self.staged is not None:
             self.staged.copy_(self.input)
@@ -150,26 +162,21 @@ class Program:
         """Evaluate what is in `input`."""
         self._run()
 
+    def build_lists(self) -> None:
+        """Build neighbour lists for the positions and cells in `input`. Where they do not fit, the status of the next run says
+        so."""
+        self._build()
+
     def capture(self, pool: object) -> None:
         """From now on, replay a CUDA graph. Lists and systems must have been set. pool: memory shared with other graphs."""
 
-        def compute() -> None:
-            with joined():
-                self._compute()
-
-        graph, _ = capture(
-            compute,
-            warm_up=self._compute,
-            warm_ups=WARM_UPS,
-            pool=pool,  # type: ignore[arg-type]
-            refusal="the evaluation cannot be captured as a CUDA graph",
-            instead="it is computed without.",
-        )
-        self._graph, self._run = graph, graph.replay
+        graphs = [captured_evaluation(function, pool) for function in (self.builder.build, self._compute)]
+        self._build, self._run = (graph.replay for graph in graphs)
+        self._graphs = graphs
 
     @property
     def captured(self) -> bool:
-        return self._graph is not None
+        return bool(self._graphs)
 
     def _compute(self) -> None:
         settings, near = self.settings, self.near
@@ -183,33 +190,22 @@ class Program:
             skin=settings.skin,
             closest=settings.closest,
             first_blank=self.first_atoms[-2:-1],
+            invalid=self.builder.status,
         )
         self.status.copy_(near.status)
         batch = self._batch()
-        with execution(kernels=True), evaluation(), torch.set_grad_enabled(settings.gradients):
-            vectors = near.vectors.detach().requires_grad_(settings.gradients)
+        with execution(kernels=True), evaluation():
             graph = edge_graph(batch)
-            edges = EdgeContext(
-                vectors,
-                batch,
-                graph,
-                GradientSwitch(),
-                differentiated_again=False,
-                fixed_weights=self.fixed,
+            atomic, slope = energies_and_slopes(
+                self.potential, batch, graph, near.vectors, self.fixed, gradients=settings.gradients
             )
-            atomic = self.potential.atomic_energies(batch, edges)
-            virials = vectors.new_zeros(0)
-            if settings.gradients:
-                if atomic.requires_grad:
-                    (slope,) = torch.autograd.grad([atomic], [vectors], [torch.ones_like(atomic)])
-                else:  # a model without any weights for these species
-                    slope = torch.zeros_like(vectors)
+            if slope is None:
+                virials = torch.zeros((self.size.atoms, 9), dtype=torch.float64, device=self.device)
+            else:
                 virials = torch.empty((self.size.atoms, 9), dtype=torch.float64, device=self.device)
                 pointers = graph.by_destination.pointers
-                sum_over_edges(slope.contiguous(), near.vectors, pointers, near.reverse, self.forces, virials)
-            else:
-                virials = torch.zeros((self.size.atoms, 9), dtype=torch.float64, device=self.device)
-            self.atomic.copy_(atomic.detach())
+                sum_over_edges(slope, near.vectors, pointers, near.reverse, self.forces, virials)
+            self.atomic.copy_(atomic)
             parts = torch.empty((self.size.systems, self.n_shares, 10), dtype=torch.float64, device=self.device)
             sum_over_frames(self.atomic, virials, self.first_atoms, self.cell, parts, self.energy, self.stress)
 
@@ -226,3 +222,44 @@ class Program:
             "edge_shift": torch.zeros(1, 3, dtype=torch.float64, device=self.device).expand(self.size.edges, 3),
             "edge_reverse": near.reverse,
         }
+
+
+def energies_and_slopes(
+    potential: Potential,
+    batch: dict[str, Tensor],
+    graph: EdgeGraph,
+    vectors: Tensor,
+    fixed: FixedWeights,
+    *,
+    gradients: bool,
+) -> tuple[Tensor, Tensor | None]:
+    """Energies of atoms (n_atoms,), eV, and their derivative in the edge vectors (n_edges, 3), eV/A, by kernels where the model
+    has some; None without `gradients`. vectors: (n_edges, 3), A. fixed: of the potential, whose weights do not change."""
+    with torch.set_grad_enabled(gradients):
+        vectors = vectors.detach().requires_grad_(gradients)
+        edges = EdgeContext(vectors, batch, graph, GradientSwitch(), differentiated_again=False, fixed_weights=fixed)
+        atomic = potential.atomic_energies(batch, edges)
+        if not gradients:
+            return atomic, None
+        if not atomic.requires_grad:  # a model without any weights for these species
+            return atomic, torch.zeros_like(vectors)
+        (slope,) = torch.autograd.grad([atomic], [vectors], [torch.ones_like(atomic)])
+    return atomic.detach(), slope.contiguous()
+
+
+def captured_evaluation(function: Callable[[], None], pool: object) -> torch.cuda.CUDAGraph:
+    """The CUDA graph of a function without arguments. pool: memory shared with other graphs."""
+
+    def joining() -> None:
+        with joined():
+            function()
+
+    graph, _ = capture(
+        joining,
+        warm_up=function,
+        warm_ups=WARM_UPS,
+        pool=pool,  # type: ignore[arg-type]
+        refusal="the evaluation cannot be captured as a CUDA graph",
+        instead="it is computed without.",
+    )
+    return graph

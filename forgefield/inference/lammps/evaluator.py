@@ -8,7 +8,7 @@ to the owner (`reverse`). The derivatives in the edge vectors of all processes t
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple, Protocol
 
@@ -16,6 +16,9 @@ import torch
 from torch import Tensor
 
 from forgefield.errors import ForgefieldError
+from forgefield.inference.engine.comparison import Deviation, compare_edges
+from forgefield.inference.engine.device import refusal
+from forgefield.inference.engine.edges import EdgeEngine, edge_batch
 from forgefield.inference.uncertainty import LastLayerUncertainty
 from forgefield.kernels.convolution.dispatch import evaluation
 from forgefield.models.edges import Batch, EdgeContext
@@ -71,12 +74,21 @@ class Evaluator:
     """Evaluates a potential on shares of structures.
 
     uncertainty: of the potential's last layer, to compute uncertainties of atomic energies too.
+    engine: whether structures that are not divided are evaluated by kernels and captured CUDA graphs; default: on a GPU, for
+        models that the engine supports. notify: receives the deviation of the engine from the eager model in float64, once.
     """
 
     widths: tuple[int, ...]
     """Numbers per atom of each exchange of one evaluation, in order."""
 
-    def __init__(self, potential: Potential, uncertainty: LastLayerUncertainty | None = None) -> None:
+    def __init__(
+        self,
+        potential: Potential,
+        uncertainty: LastLayerUncertainty | None = None,
+        *,
+        engine: bool | None = None,
+        notify: Callable[[str], None] = print,
+    ) -> None:
         require_supported(potential)
         self.uncertainty = uncertainty
         self.potential = potential.eval().requires_grad_(False)
@@ -85,6 +97,13 @@ class Evaluator:
         self.can_be_divided = potential.interface.ghost_atoms is not None
         self.device = next((tensor.device for tensor in potential.state_dict().values()), torch.device("cpu"))
         self.widths = self._measure_widths()
+        supported = uncertainty is None and refusal(potential, self.device) is None
+        self._engine: EdgeEngine | None = None
+        if supported and (engine or (engine is None and self.device.type == "cuda")):
+            self._engine = EdgeEngine(self.potential, self.device, notify=notify)
+        self._notify = notify
+        self.deviation: Deviation | None = None
+        """Deviation of the engine from the eager model in float64, on the first structure."""
 
     def evaluate(self, share: Share, exchange: Exchange | None = None) -> Evaluated:
         """Energies of the process's own atoms, and their derivatives.
@@ -97,21 +116,24 @@ class Evaluator:
             none = share.vectors.new_zeros(0)
             return Evaluated(none, torch.zeros_like(share.vectors), None if self.uncertainty is None else none)
         ghosts = None if exchange is None or not self.widths else Ghosts(exchange, share.n_local, len(share.species))
+        if self._engine is not None and ghosts is None:
+            return self._by_engine(self._engine, share)
         return self._evaluate(share, ghosts)
+
+    def _by_engine(self, engine: EdgeEngine, share: Share) -> Evaluated:
+        edges = (share.species, share.source, share.destination, share.vectors)
+        if self.deviation is None:
+            self.deviation = compare_edges(engine, *edges)
+            self._notify(f"Evaluation engine: {self.deviation}.")
+        energies, slopes = engine.evaluate(*edges)
+        if share.n_local < share.species.shape[0]:  # ghosts whose energies their owners compute
+            return Evaluated(energies[: share.n_local].clone(), slopes.clone(), None)
+        return Evaluated(energies, slopes, None)
 
     def _evaluate(self, share: Share, ghosts: Ghosts | None) -> Evaluated:
         n_atoms = share.species.shape[0]
         vectors = share.vectors.detach().requires_grad_(True)
-        batch = {
-            "species": share.species,
-            "edge_index": torch.stack([share.source, share.destination]),
-            "frame": torch.zeros_like(share.species),
-            "n_atoms": torch.tensor([n_atoms], device=share.species.device),
-            "positions": vectors.new_zeros(n_atoms, 3),
-            "cell": vectors.new_zeros(1, 3, 3),
-            "pbc": torch.zeros(1, 3, dtype=torch.bool, device=share.species.device),
-            "edge_shift": torch.zeros_like(share.vectors),
-        }
+        batch = edge_batch(share.species, torch.stack([share.source, share.destination]))
         graph = EdgeGraph(share.source, share.destination, n_atoms)
         edges = EdgeContext(vectors, batch, graph, GradientSwitch(), differentiated_again=False, ghosts=ghosts)
         # MPI may be called from the thread of LAMMPS alone, so that the backward pass must not use another one.

@@ -32,7 +32,7 @@ ARGUMENTS = ArgumentTable(
     unit="(n_intervals,), units of a packed table",
     g="field of cotangents of the output",
     out="field of outputs",
-    to_x="(n_edges, dim of features), cotangents of features; of one block if `apart`",
+    to_x="(n_edges, dim of features), cotangents of features; of one block if `apart`; of a range of edges if `ranged`",
     to_w="(n_edges, n_weights), cotangents of weights; of one block if `apart`",
     to_dw="as to_w, of tangents of weights",
     to_y="(n_chunks, n_edges, n_harmonics), cotangents of harmonics; with a table (n_chunks, n_edges, 4), of direction and u",
@@ -41,6 +41,8 @@ ARGUMENTS = ArgumentTable(
     row="(n_edges,), row of weights of an edge, or its interval in the table",
     n_atoms="number of atoms",
     n_edges="number of edges",
+    first_edge="first edge of the range, if `ranged`",
+    end_edge="end of the range",
 )
 """Arguments of every kernel of the convolution."""
 
@@ -63,6 +65,7 @@ class Kind:
     narrow: features, a table that is not packed and what is written for edges are stored in fewer bits than float32, in which
         everything is computed.
     apart: rows that are written for edges belong to the only block of the form.
+    ranged: only a range of edges is processed, because cotangents of features of all would not fit into the memory.
     shares: number of programs that share the edges of an atom, each of which writes an output of its own.
     """
 
@@ -74,6 +77,7 @@ class Kind:
     features: bool = True
     narrow: bool = False
     apart: bool = False
+    ranged: bool = False
     shares: int = 1
 
     @property
@@ -118,6 +122,8 @@ class Kind:
             "to_w": self.weights,
             "to_dw": self.weights and self.dual,
             "to_y": self.geometry,
+            "first_edge": self.ranged,
+            "end_edge": self.ranged,
         }
         return tuple(name for name in ARGUMENTS if conditions.get(name, True))
 

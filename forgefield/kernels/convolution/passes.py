@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from functools import lru_cache, partial
+from functools import cache, lru_cache, partial
 from typing import Any, NamedTuple
 
 import torch
@@ -39,6 +39,19 @@ launched one after the other, and the rows of each are summed before the next.""
 MOST_REGISTERS = {("forces", 9): 96}
 """By pass and number of harmonics, for kernels that read tables: slightly fewer registers than the compiler would use, for one
 more warp on every scheduler."""
+
+
+MOST_FORCE_ROWS, MEMORY_SHARE = 2**34, 8
+"""The pass of the forces writes at most this many bytes for edges at a time, and at most one part in so many of the memory of
+the device; where it would write more, ranges of edges follow each other."""
+
+
+@cache
+def row_limit(device: torch.device) -> int:
+    """Bytes that the pass of the forces may write for edges at a time."""
+    if device.type != "cuda":
+        return MOST_FORCE_ROWS
+    return min(MOST_FORCE_ROWS, torch.cuda.get_device_properties(device).total_memory // MEMORY_SHARE)
 
 
 @lru_cache(maxsize=512)
@@ -142,11 +155,28 @@ class Convolution:
         harmonics, into `parts` (n_chunks, n_edges, n_harmonics). Returns those of rows of weights, (n_edges, n_weights). With
         a table there are none, and `parts` (n_chunks, n_edges, 4) are of directions and positions in the table."""
         kind = self._kind(backward=True, features=to_x is not None)
-        of_x = self._per_edge(x, to_x)
         of_w = x.flat.new_empty((0 if self.radial.in_table else self.graph.n_edges, self.form.n_weights))
-        self._launch(kind, {"x": self._read(x), "g": g.flat, "to_x": of_x, "to_w": of_w, "to_y": parts})
-        self._sum(of_x, to_x, TANGENT)
+        tensors = {"x": self._read(x), "g": g.flat, "to_w": of_w, "to_y": parts}
+        ranges = [] if to_x is None else self._ranges()
+        for first, end in ranges:  # several where the rows of all edges would not fit into the memory
+            of_x = self._per_edge(x, to_x, end - first)
+            self._launch(replace(kind, ranged=True), {**tensors, "to_x": of_x}, edges=(first, end))
+            assert to_x is not None
+            sum_into_field(of_x, self.graph.by_source, to_x, TANGENT, edges=(first, end))
+            del of_x
+        if not ranges:
+            of_x = self._per_edge(x, to_x)
+            self._launch(kind, {**tensors, "to_x": of_x})
+            self._sum(of_x, to_x, TANGENT)
         return of_w
+
+    def _ranges(self) -> list[tuple[int, int]]:
+        """Ranges of edges whose rows of cotangents of features fit into the memory; none where those of all do."""
+        n_edges, width = self.graph.n_edges, self.form.features.dim * self.stored.itemsize
+        if is_traced(self.graph.source) or n_edges * width <= row_limit(self.harmonics.device):
+            return []
+        length = max(1, row_limit(self.harmonics.device) // width)
+        return [(first, min(first + length, n_edges)) for first in range(0, n_edges, length)]
 
     def back(self, x: Field, g: Field, to_x: Field, motion: Motion, take: Take) -> Concurrent[None] | None:
         """From the cotangents of values and tangents, compute those of the features' values, into to_x, and for every edge
@@ -216,8 +246,10 @@ class Convolution:
         ((_, slot),) = kind.output_slots
         add_shares(parts, self.form, out, slot)
 
-    def _per_edge(self, x: Field, to_x: Field | None) -> Tensor:
-        shape = (0 if to_x is None else self.graph.n_edges, self.form.features.dim)
+    def _per_edge(self, x: Field, to_x: Field | None, n_edges: int | None = None) -> Tensor:
+        """n_edges: default: all."""
+        n_edges = self.graph.n_edges if n_edges is None else n_edges
+        shape = (0 if to_x is None else n_edges, self.form.features.dim)
         rows = x.flat.new_empty(shape, dtype=self.stored)
         for begin, end in self.form.unused:
             rows[:, begin:end] = 0
@@ -234,9 +266,15 @@ class Convolution:
     def _one_by_one(self, kind: Kind) -> bool:
         return kind.backward and kind.shares == 1 and self.form.n_couplings >= LONG
 
-    def _launch(self, kind: Kind, tensors: dict[str, Tensor], part_form: Form | None = None) -> None:
+    def _launch(
+        self,
+        kind: Kind,
+        tensors: dict[str, Tensor],
+        part_form: Form | None = None,
+        edges: tuple[int, int] | None = None,
+    ) -> None:
         """Launch the kernel of a part of the form, or of all of it. tensors: arguments of the pass by their names in
-        `ARGUMENTS`, without those that all passes have."""
+        `ARGUMENTS`, without those that all passes have. edges: first edge and end of the range, if there is one."""
         graph, radial = self.graph, self.radial
         n_atoms = graph.n_atoms
         if not is_traced(graph.source) and not n_atoms:
@@ -251,6 +289,8 @@ class Convolution:
             if not is_traced(graph.source) and not tensor.is_contiguous():
                 raise RuntimeError(f"{kind.name}: the argument {name} is not contiguous")
         numbers = {"n_atoms": n_atoms, "n_edges": graph.n_edges}
+        if edges is not None:
+            numbers |= {"first_edge": edges[0], "end_edge": edges[1]}
         arguments = ARGUMENTS.bind(kind.name, {**tensors, **numbers}, unused=self.harmonics, used=kind.arguments)
         options = {"num_warps": 1, "num_stages": 1}
         if kind.table and (kind.pass_name, self.form.n_harmonics) in MOST_REGISTERS:

@@ -57,7 +57,10 @@ def write_kernel(form: Form, kind: Kind) -> str:
         _write_block(write, form, block, kind)
     write("")
     write("")
-    write("@triton.jit(do_not_specialize=['n_atoms', 'n_edges'], do_not_specialize_on_alignment=['to_y'])")
+    write(
+        "@triton.jit(do_not_specialize=['n_atoms', 'n_edges', 'first_edge', 'end_edge'], "
+        "do_not_specialize_on_alignment=['to_y'])"
+    )
     write(f"def {kind.name}({ARGUMENTS.signature}):")
     write.depth = 1
     write("program = tl.program_id(0)")
@@ -99,6 +102,9 @@ def _write_block(write: _Writer, form: Form, block: FormBlock, kind: Kind) -> No
         write(f"length = (end - begin + {kind.shares - 1}) // {kind.shares}")
         write("begin += share * length")
         write("end = tl.minimum(begin + length, end)")
+    if kind.ranged:
+        write("begin = tl.maximum(begin, first_edge)")
+        write("end = tl.minimum(end, end_edge)")
     write(f"c = (chunk - {block.chunk}) * {block.tile} + tl.arange(0, {block.tile})")
     if _masked(block):
         write(f"inside = c < {block.channels}")
@@ -348,8 +354,9 @@ def _products_of_couplings(path: FormPath, number: int) -> list[tuple[list[str],
 def _write_cotangents(write: _Writer, form: Form, block: FormBlock, kind: Kind) -> None:
     if kind.features:
         length, first = (block.dim, 0) if kind.apart else (form.features.dim, block.start)
+        row = "(edge - first_edge)" if kind.ranged else "edge"
         for i in range(block.n_in):
-            line = f"edge * {length} + {first + i * block.channels} + c"
+            line = f"{row} * {length} + {first + i * block.channels} + c"
             _store(write, block, f"to_x + {line}", f"tx{i}", once=True)
     if not kind.geometry:
         return

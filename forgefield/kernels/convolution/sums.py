@@ -19,11 +19,21 @@ ROWS, COLUMNS = 2, 128
 """Edges of an atom, and columns of their rows, that a program reads at a time."""
 
 
-def sum_into_field(rows: Tensor, segments: Segments, field: Field, place: int, first: int = 0) -> None:
+def sum_into_field(
+    rows: Tensor,
+    segments: Segments,
+    field: Field,
+    place: int,
+    first: int = 0,
+    edges: tuple[int, int] | None = None,
+) -> None:
     """Sum rows (n_rows, dim) over segments, one for each atom, into the values or tangents of a field.
 
     Rows hold all blocks of the field, or consecutive ones from offset `first` of an atom. place: VALUE or TANGENT.
+    edges: rows are those of a range of edges, its first edge and its end; after the first range, sums are added to those
+    before.
     """
+    begin, end = (0, 0) if edges is None else edges
     columns = rows.shape[1]
     block = min(COLUMNS, max(32, 1 << (columns - 1).bit_length()))
     where = _columns(field.shape.blocks, rows.device)
@@ -39,6 +49,10 @@ def sum_into_field(rows: Tensor, segments: Segments, field: Field, place: int, f
             columns=columns,
             first=first,
             dim=field.shape.dim,
+            begin_edge=begin,
+            end_edge=end,
+            ranged=edges is not None,
+            adds=begin > 0,
             place=place,
             block=block,
             some=ROWS,
@@ -128,7 +142,7 @@ def _sum_kernel() -> Any:
     import triton
     import triton.language as tl
 
-    @triton.jit(do_not_specialize=["n_atoms", "first"])
+    @triton.jit(do_not_specialize=["n_atoms", "first", "begin_edge", "end_edge"])
     def sum_rows(
         rows,
         order,
@@ -139,6 +153,10 @@ def _sum_kernel() -> Any:
         columns,
         first,
         dim,
+        begin_edge,
+        end_edge,
+        ranged: tl.constexpr,
+        adds: tl.constexpr,
         place: tl.constexpr,
         block: tl.constexpr,
         some: tl.constexpr,
@@ -153,6 +171,9 @@ def _sum_kernel() -> Any:
             for number in tl.static_range(some):
                 known = next + number < end
                 row = tl.load(order + next + number, mask=known, other=0).to(tl.int64)
+                if ranged:
+                    known = known & (row >= begin_edge) & (row < end_edge)
+                    row -= begin_edge
                 found = tl.load(
                     rows + row * columns + column, mask=inside & known, other=0.0, eviction_policy="evict_first"
                 )
@@ -161,6 +182,8 @@ def _sum_kernel() -> Any:
         start = tl.load(where + column, mask=inside, other=0)
         length = tl.load(where + dim + column, mask=inside, other=0)
         line = n_atoms * (2 * start + place * length) + atom * length + column - start
+        if adds:
+            total += tl.load(out + line, mask=inside, other=0.0)
         tl.store(out + line, total, mask=inside)
 
     return sum_rows

@@ -19,8 +19,10 @@ from torch import Tensor
 
 EDGES = 256
 """Edges of one program that has no atom."""
-MOVED, COINCIDE, COUNT = range(3)
-"""Numbers of a status: of atoms that moved too far, of atoms that coincide with another, and of selected edges."""
+MOVED, COINCIDE, COUNT, INVALID, TRAVEL = range(5)
+"""Numbers of a status: of atoms that moved too far, of atoms that coincide with another, of selected edges; whether the lists
+are invalid (not zero); and the largest distance that an atom has moved, in units of `UNIT` of what it may move."""
+UNIT = 1e-6
 
 
 @dataclass(frozen=True)
@@ -46,8 +48,8 @@ class SkinLists:
 class NearEdges:
     """Edges within the cutoff, sorted by destination, then those of blank atoms.
 
-    index: (2, n_edges) int64, source and destination. vectors: (n_edges, 3) float64, A. reverse: (n_edges,) int64. status: (3,)
-    int64, see `MOVED`, `COINCIDE`, `COUNT`; with a count above n_edges the edges are not valid.
+    index: (2, n_edges) int64, source and destination. vectors: (n_edges, 3) float64, A. reverse: (n_edges,) int64. status: (5,)
+    int64, see `MOVED`; with a count above n_edges the edges are not valid.
     counts: (n_atoms,) int64, ends: (n_atoms,) int64, place: as many as the lists have edges, int32; intermediate results.
     """
 
@@ -70,7 +72,7 @@ class NearEdges:
             index=zeros(2, n_edges),
             vectors=zeros(n_edges, 3, dtype=torch.float64),
             reverse=zeros(n_edges),
-            status=zeros(3),
+            status=zeros(5),
             counts=zeros(n_atoms),
             ends=zeros(n_atoms),
             place=zeros(n_listed, dtype=torch.int32),
@@ -88,11 +90,13 @@ def select_near(
     skin: float,
     closest: float,
     first_blank: Tensor,
+    invalid: Tensor,
 ) -> None:
     """Select the edges of `lists` within the cutoff (A) for new positions (n_atoms, 3) and cells (n_frames, 3, 3), A.
 
     frame: (n_atoms,) int64. skin: of the lists, A. closest: atoms within this distance coincide, A. first_blank: (1,) int64,
     number of the first blank atom; edges that are left over connect blank atoms with images of themselves beyond the cutoff.
+    invalid: (1,) int64, not zero if the lists are invalid.
     """
     n_atoms, n_edges, n_listed = positions.shape[0], out.index.shape[1], lists.source.shape[0]
     out.status.zero_()
@@ -113,6 +117,7 @@ def select_near(
         counts=out.counts,
         status=out.status,
         skin=skin,
+        unit=UNIT,
         closest=closest,
         block=32,
         num_warps=1,
@@ -141,6 +146,7 @@ def select_near(
         n_atoms=n_atoms,
         n_edges=n_edges,
         first_blank=first_blank,
+        invalid=invalid,
         far=2 * cutoff,
         block=EDGES,
         num_warps=4,
@@ -181,10 +187,10 @@ def sum_over_frames(
     """
     n_frames, n_shares = parts.shape[0], parts.shape[1]
     _kernels().share_sums[(n_frames, n_shares)](
-        atomic=atomic, virials=virials, first_atoms=first_atoms, parts=parts, n_shares=n_shares, block=128, num_warps=4
+        atomic=atomic, virials=virials, first_atoms=first_atoms, parts=parts, n_shares=n_shares, block=64, num_warps=4
     )
     _kernels().frame_sums[(n_frames,)](
-        parts=parts, cell=cell, energy=energy, stress=stress, n_shares=n_shares, block=64, num_warps=2
+        parts=parts, cell=cell, energy=energy, stress=stress, n_shares=n_shares, block=32, num_warps=2
     )
 
 

@@ -55,6 +55,7 @@ def count_near(
     counts,
     status,
     skin: tl.constexpr,
+    unit: tl.constexpr,
     closest: tl.constexpr,
     block: tl.constexpr,
 ):
@@ -104,6 +105,10 @@ def count_near(
     valid = (moved <= allowed) & ((affine > 0.0) | (change == 0.0))
     if valid == 0:
         tl.atomic_add(status, 1)
+    share = tl.where(allowed > 0.0, tl.minimum(moved / tl.where(allowed > 0.0, allowed, 1.0), 2.0), 0.0)
+    travel = (share / unit).to(tl.int64)
+    if travel > tl.load(status + 4):  # few atoms are the first to have moved so far
+        tl.atomic_max(status + 4, travel)
 
 
 @triton.jit(do_not_specialize=["n_edges"])
@@ -158,6 +163,7 @@ def finish_near(
     n_atoms,
     n_edges,
     first_blank,
+    invalid,
     far: tl.constexpr,
     block: tl.constexpr,
 ):
@@ -166,6 +172,7 @@ def finish_near(
     count = tl.load(ends + n_atoms - 1)
     if tl.program_id(0) == 0:
         tl.store(status + 2, count)
+        tl.store(status + 3, tl.load(invalid))
     listed = number < tl.load(pointers + n_atoms)
     at = tl.load(place + number, mask=listed, other=-1)
     back = tl.load(list_reverse + number, mask=listed, other=0)
@@ -249,18 +256,17 @@ def share_sums(atomic, virials, first_atoms, parts, n_shares, block: tl.constexp
     length = (end - begin + n_shares - 1) // n_shares
     begin += share * length
     end = tl.minimum(begin + length, end)
-    out = parts + (frame * n_shares + share) * 10
-    total = tl.zeros([block], tl.float64)
+    column = tl.arange(0, 16)
+    energies = tl.zeros([block], tl.float64)
+    total = tl.zeros([block, 16], tl.float64)
     for first in range(begin, end, block):
         atom = first + tl.arange(0, block)
-        total += tl.load(atomic + atom, mask=atom < end, other=0.0)
-    tl.store(out, tl.sum(total, 0))
-    for k in range(9):
-        total = tl.zeros([block], tl.float64)
-        for first in range(begin, end, block):
-            atom = first + tl.arange(0, block)
-            total += tl.load(virials + atom * 9 + k, mask=atom < end, other=0.0)
-        tl.store(out + 1 + k, tl.sum(total, 0))
+        energies += tl.load(atomic + atom, mask=atom < end, other=0.0)
+        inside = (atom < end)[:, None] & (column < 9)[None, :]
+        total += tl.load(virials + atom[:, None] * 9 + column[None, :], mask=inside, other=0.0)
+    out = parts + (frame * n_shares + share) * 10
+    tl.store(out, tl.sum(energies, 0))
+    tl.store(out + 1 + column, tl.sum(total, 0), mask=column < 9)
 
 
 @triton.jit(do_not_specialize=["n_shares"])
@@ -271,15 +277,13 @@ def frame_sums(parts, cell, energy, stress, n_shares, block: tl.constexpr):
     volume += h[1] * (h[5] * h[6] - h[3] * h[8])
     volume += h[2] * (h[3] * h[7] - h[4] * h[6])
     volume = tl.abs(volume)
-    at = parts + frame * n_shares * 10
-    share = tl.arange(0, block)
-    total = tl.zeros([block], tl.float64)
+    column = tl.arange(0, 16)
+    total = tl.zeros([block, 16], tl.float64)
     for first in range(0, n_shares, block):
-        total += tl.load(at + (first + share) * 10, mask=first + share < n_shares, other=0.0)
-    tl.store(energy + frame, tl.sum(total, 0))
-    for k in range(9):
-        total = tl.zeros([block], tl.float64)
-        for first in range(0, n_shares, block):
-            total += tl.load(at + (first + share) * 10 + 1 + k, mask=first + share < n_shares, other=0.0)
-        value = tl.where(volume > 0.0, tl.sum(total, 0) / tl.where(volume > 0.0, volume, 1.0), float("nan"))
-        tl.store(stress + frame * 9 + k, value)
+        share = first + tl.arange(0, block)
+        inside = (share < n_shares)[:, None] & (column < 10)[None, :]
+        total += tl.load(parts + ((frame * n_shares + share) * 10)[:, None] + column[None, :], mask=inside, other=0.0)
+    sums = tl.sum(total, 0)
+    tl.store(energy + frame + column, sums, mask=column < 1)
+    value = tl.where(volume > 0.0, sums / tl.where(volume > 0.0, volume, 1.0), float("nan"))
+    tl.store(stress + frame * 9 + column - 1, value, mask=(column > 0) & (column < 10))

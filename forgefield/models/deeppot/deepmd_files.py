@@ -1,12 +1,15 @@
-"""Files of DeePMD-kit as trees of settings and arrays: its backend-free models (.yaml, .dp) and its torch checkpoints (.pt).
+"""Files of DeePMD-kit as trees of settings and arrays: its backend-free models (.yaml, .dp), its torch checkpoints (.pt) and
+frozen models (.pth).
 
-The tree is that of backend-free files; a checkpoint is converted to the same form. Nothing is executed.
+The tree is that of backend-free files; checkpoints and frozen models are converted to the same form. Nothing is executed: of a
+frozen model, which is TorchScript, only the attributes are read.
 """
 
 from __future__ import annotations
 
+import json
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -21,18 +24,21 @@ from forgefield.models.deeppot.options import EnergyFittingOptions, SeE2AOptions
 from forgefield.models.deeppot.se_atten import SeAttenOptions, SeAttenV2Options
 from forgefield.untrusted.archives import check_expansion
 from forgefield.untrusted.documents import load_json, load_yaml
-from forgefield.untrusted.safe_pickle import read_torch_file
+from forgefield.untrusted.safe_pickle import Record, read_torch_file, read_torchscript_records
 
 if TYPE_CHECKING:
     import h5py
+
+DEEPEST = 40
+"""Largest number of modules within each other."""
 
 
 def read_tree(path: Path, head: str | None = None) -> Tree:
     """The tree in a file; its suffix determines the format. head: which of several models in a checkpoint."""
     if path.suffix not in READERS:
         raise ForgefieldError(
-            f"{path}: files of DeePMD-kit that can be imported end in {', '.join(READERS)}; "
-            "`dp convert-backend` converts a frozen model."
+            f"{path}: files of DeePMD-kit that can be imported end in {', '.join(READERS)}; others contain code or graphs of "
+            f"another backend. `dp convert-backend {path.name} {path.with_suffix('.dp').name}` converts a frozen model."
         )
     if not path.is_file():
         raise ForgefieldError(f"{path} does not exist.")
@@ -111,6 +117,38 @@ def _read_checkpoint(path: Path, head: str | None = None) -> Tree:
         if isinstance(value, Tensor) and prefix.match(key)
     }
     return _checkpoint_tree(path, settings, arrays)
+
+
+def _read_frozen(path: Path) -> Tree:
+    """The attributes of a TorchScript model, under the names of a checkpoint."""
+    convert = f"`dp convert-backend {path.name} {path.with_suffix('.dp').name}` writes a file that can be imported"
+    attributes = dict(_attributes(read_torchscript_records(path), ()))
+    try:
+        settings = json.loads(attributes.get("model_def_script") or "null")
+    except (TypeError, ValueError):
+        settings = None
+    if not isinstance(settings, Mapping) or "descriptor" not in settings:
+        raise ForgefieldError(f"{path} does not contain the options of its model; {convert}.")
+    if any(value is True for key, value in attributes.items() if key.endswith(".compress")):
+        raise ForgefieldError(f"{path} is a compressed model; import the model that was given to `dp compress`.")
+    arrays = {
+        key.removeprefix("atomic_model."): value.numpy()
+        for key, value in attributes.items()
+        if isinstance(value, Tensor)
+    }
+    tree = _checkpoint_tree(path, settings, arrays)
+    return tree | {"version": "frozen model"}
+
+
+def _attributes(value: object, names: tuple[str, ...]) -> Iterator[tuple[str, Any]]:
+    """Names and values of the attributes of a module and of the modules in it."""
+    if len(names) > DEEPEST:
+        raise ForgefieldError(f"the modules of the model are nested more than {DEEPEST} deep.")
+    if isinstance(value, Record) and isinstance(value.state, Mapping):
+        for name, item in value.state.items():
+            yield from _attributes(item, (*names, str(name)))
+    else:
+        yield ".".join(names), value
 
 
 def _checkpoint_tree(path: Path, settings: Mapping[str, Any], arrays: Mapping[str, np.ndarray]) -> Tree:
@@ -208,4 +246,5 @@ READERS: dict[str, Callable[[Path], Tree]] = {
     ".yml": _read_yaml,
     ".dp": _read_hdf5,
     ".pt": _read_checkpoint,
+    ".pth": _read_frozen,
 }

@@ -35,7 +35,8 @@ from forgefield.models.resolving import resolve_model
 
 
 def read_deepmd(path: str | os.PathLike[str], *, head: str | None = None) -> ImportedModel:
-    """Model in a file of DeePMD-kit (.yaml, .dp) or a checkpoint of its torch backend (.pt). head: which of several models that
+    """Model in a file of DeePMD-kit (.yaml, .dp), a frozen model (.pth) or a checkpoint (.pt) of its torch
+    backend. head: which of several models that
     were trained together."""
     path = Path(path)
     tree = read_tree(path, head)

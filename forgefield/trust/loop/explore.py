@@ -22,6 +22,7 @@ from forgefield.inference.xyz_files import write_extxyz
 from forgefield.runs import Run
 from forgefield.trust.dynamics import Dynamics
 from forgefield.trust.loop.options import ExploreOptions, LoopOptions
+from forgefield.trust.loop.together import BatchExplorer, Walk, batches
 from forgefield.trust.options import DynamicsOptions
 from forgefield.trust.simulation import advance
 from forgefield.trust.structures import snapshot
@@ -72,6 +73,8 @@ def explore(
 ) -> list[Explored]:
     """Simulate with the model of a run; candidates are in `folder/NNNN.extxyz`, records in `folder/NNNN.json`."""
     folder.mkdir(parents=True, exist_ok=True)
+    if options.explore.engine == "torch-sim":
+        return _explore_together(run, starts, options, iteration, folder, device=device, notify=notify)
     records: list[Explored] = []
     calculator = monitor = None
     for number, (start, temperature, pressure) in enumerate(_conditions(options, len(starts), iteration)):
@@ -86,19 +89,66 @@ def explore(
         atoms.arrays.pop("momenta", None)
         dynamics = _dynamics(atoms, options, temperature, pressure, stream=100_000 * iteration + number)
         candidates, values, status = _watch(dynamics, monitor, options)
-        for image in candidates:
-            image.info |= {"start": start, "iteration": iteration, "temperature": temperature}
         record = Explored(start, temperature, pressure, dynamics.time, status, len(candidates), values)
-        with written_atomically(folder / f"{number:04d}.extxyz") as partial:
-            write_extxyz(partial, candidates)
-        write_atomically(record_file, json.dumps(asdict(record)))
+        _write(record, candidates, folder, number, iteration)
         records.append(record)
-        conditions = f"{temperature:.0f} K" + (f", {pressure:g} GPa" if pressure is not None else "")
-        notify(
-            f"structure {start}, {conditions}: {status} after {dynamics.time:.3g} ps, largest uncertainty {max(values):.3g} "
-            f"{unit_of(options.explore)}, {len(candidates)} of {len(values)} above {options.explore.threshold:g}"
-        )
+        notify(_describe(record, options.explore))
     return records
+
+
+def _explore_together(
+    run: Run,
+    starts: list[Atoms],
+    options: LoopOptions,
+    iteration: int,
+    folder: Path,
+    *,
+    device: str,
+    notify: Callable[[str], None],
+) -> list[Explored]:
+    """The same with batches of simulations."""
+    conditions = list(_conditions(options, len(starts), iteration))
+    walks = []
+    for number, (start, temperature, _) in enumerate(conditions):
+        atoms = starts[start].copy()
+        atoms.arrays.pop("momenta", None)
+        walks.append(Walk(atoms, temperature, 100_000 * iteration + number))
+    explorer: BatchExplorer | None = None
+    records: list[Explored] = []
+    for batch in batches(walks, options.explore.together):
+        numbers = range(len(records), len(records) + len(batch))
+        files = [folder / f"{number:04d}.json" for number in numbers]
+        if all(file.exists() for file in files):
+            records += [Explored(**json.loads(file.read_text())) for file in files]
+            continue
+        explorer = explorer or BatchExplorer(run, options, device)
+        explorer.explore(batch, notify)
+        for number, walk in zip(numbers, batch):
+            start, temperature, _ = conditions[number]
+            record = Explored(start, temperature, None, walk.ps, walk.status, len(walk.candidates), walk.values)
+            _write(record, walk.candidates, folder, number, iteration)
+            records.append(record)
+            notify(_describe(record, options.explore))
+    return records
+
+
+def _write(record: Explored, candidates: list[Atoms], folder: Path, number: int, iteration: int) -> None:
+    """Write the candidates of a simulation, then its record."""
+    for image in candidates:
+        image.info |= {"start": record.start, "iteration": iteration, "temperature": record.temperature}
+    with written_atomically(folder / f"{number:04d}.extxyz") as partial:
+        write_extxyz(partial, candidates)
+    write_atomically(folder / f"{number:04d}.json", json.dumps(asdict(record)))
+
+
+def _describe(record: Explored, explore: ExploreOptions) -> str:
+    pressure = "" if record.pressure is None else f", {record.pressure:g} GPa"
+    largest = f"{max(record.uncertainties):.3g}" if record.uncertainties else "unknown"
+    return (
+        f"structure {record.start}, {record.temperature:.0f} K{pressure}: {record.status} after {record.ps:.3g} ps, largest "
+        f"uncertainty {largest} {unit_of(explore)}, {record.candidates} of {len(record.uncertainties)} above "
+        f"{explore.threshold:g}"
+    )
 
 
 def unit_of(options: ExploreOptions) -> str:

@@ -44,6 +44,11 @@ class ExploreOptions:
     """Thermostat, if there are no pressures."""
     every: int = option(10, above=0, unit="steps")
     """Steps between structures whose uncertainty is computed."""
+    engine: str = option("ase", choices=("ase", "torch-sim"))
+    """ase simulates one structure after another; torch-sim many at the same time, which uses a GPU better (nvt with a Langevin
+    thermostat)."""
+    together: int = option(32, above=0)
+    """Simulations in one batch of torch-sim."""
     measure: str = option("forces", choices=("forces", "energy"))
     """Uncertainty of a structure: the largest one of the force on an atom (eV/A), or of the energy of an atom (eV), which costs
     less."""
@@ -157,6 +162,20 @@ def _check(options: LoopOptions, sources: Sources) -> None:
         raise wrong(sources, "explore.temperatures", [], "a list such as [300, 600]")
     if options.explore.limit is not None and options.explore.limit < options.explore.threshold:
         raise wrong(sources, "explore.limit", options.explore.limit, "larger than explore.threshold")
+    if options.explore.engine == "torch-sim":
+        if options.explore.pressures:
+            raise ForgefieldError(
+                f"{sources.where('explore.pressures')}: with explore.engine: torch-sim the cells are kept; leave "
+                "'explore.pressures' out, or use explore.engine: ase."
+            )
+        if options.explore.thermostat != "langevin":
+            raise wrong(
+                sources, "explore.thermostat", options.explore.thermostat, "langevin with explore.engine: torch-sim"
+            )
+    elif options.explore.together != ExploreOptions().together:
+        raise ForgefieldError(
+            f"{sources.where('explore.together')}: 'explore.together' applies to explore.engine: torch-sim."
+        )
     label = options.label
     if (label.calculator is None) == (label.command is None):
         raise ForgefieldError(f"{sources.where('label')}: 'label' needs either a calculator or a command.")

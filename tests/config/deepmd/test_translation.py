@@ -388,6 +388,14 @@ def test_keys_without_an_effect_are_reported() -> None:
     }
 
 
+def test_systems_of_both_training_and_validation_are_allowed_with_a_note() -> None:
+    systems = {"training.validation_data.systems": ["../data/data_1", "../data/data_3"]}
+    result = both(systems)
+    assert result.config["data"]["overlap"] == "allow"
+    assert result.notes["training.validation_data.systems"].startswith("../data/data_1: also in training_data, so")
+    assert "overlap" not in translated()["data"]
+
+
 # --- the page for users
 
 PAGE = (Path(__file__).parents[3] / "docs" / "guides" / "from-deepmd.md").read_text(encoding="utf-8")
