@@ -13,7 +13,7 @@ import torch
 
 from forgefield.kernels.contraction import passes as contraction
 from forgefield.models.edges import StepMemory
-from forgefield.models.mace import passes
+from forgefield.models.mace import stacks
 from forgefield.ops.execution import execution
 from forgefield.training.engines.engine import Engine
 from forgefield.training.engines.verify import largest_difference
@@ -91,7 +91,7 @@ def test_a_step_in_tf32():
 
 
 def test_long_sums_of_matrix_gradients(monkeypatch):
-    monkeypatch.setattr(passes, "ROWS", 3)
+    monkeypatch.setattr(stacks, "ROWS", 3)
     assert_same_step(mace("float64", **CASES["plain"]).to(DEVICE).eval(), batch())
 
 

@@ -18,6 +18,7 @@ from torch import Tensor
 from forgefield.kernels.convolution.dispatch import EdgeHarmonics
 from forgefield.kernels.convolution.passes import Motion, Radial
 from forgefield.kernels.core.runtime import Concurrent, use_kernels, use_tables
+from forgefield.kernels.dense.activated_sum import activated_sum
 from forgefield.kernels.dense.products import sort_by_species
 from forgefield.kernels.edges.geometry import EdgeGeometry, moved_geometry
 from forgefield.kernels.radial.layer import RadialTable
@@ -26,7 +27,17 @@ from forgefield.kernels.radial.table import Intervals
 from forgefield.models.edges import Batch, EdgeContext
 from forgefield.models.interface import Tangents
 from forgefield.models.mace.interaction import EdgeInputs
-from forgefield.models.mace.passes import Atoms, EdgePass, Layer, MovedPass, compile_layers, layer_weights, moving
+from forgefield.models.mace.passes import (
+    Atoms,
+    EdgePass,
+    Layer,
+    LayerWeights,
+    MovedPass,
+    compile_layers,
+    layer_weights,
+)
+from forgefield.models.mace.readout import GatedReadout, LinearReadout
+from forgefield.models.mace.stacks import Started, awaited, cut_list, linear, moving
 from forgefield.models.mace.tables import radial_tables
 from forgefield.ops.autograd import carried, side_by_side, tangent_of
 from forgefield.ops.execution import current
@@ -117,6 +128,39 @@ def scalars_at_rest(
     return scalars
 
 
+def read_at_rest(model: MACE, scalars: list[Tensor]) -> Tensor | None:
+    """(n_atoms,) sum of the readouts of scalars (n_atoms, channels), without a gradient in the weights; None where there is no
+    kernel for them."""
+    return _read(model, [x.unsqueeze(0) for x in scalars], trained=False).squeeze(0) if _reads(model) else None
+
+
+def _reads(model: MACE) -> bool:
+    """Whether the readouts have a kernel: one energy, the usual activation, no biases."""
+    gated = [readout for readout in model.readouts if isinstance(readout, GatedReadout)]
+    return not model.branches and all(readout.gate == "silu" and not readout.has_bias for readout in gated)
+
+
+def _read(model: MACE, stacks: Sequence[Tensor], *, trained: bool) -> Tensor:
+    """(R, n_atoms) sum of the readouts, of stacks of scalars (R, n_atoms, channels)."""
+    total: Tensor | None = None
+    for readout, x in zip(model.readouts, stacks):
+        if isinstance(readout, GatedReadout):
+            enter, leave = readout.enter[0], readout.leave[0, :, 0]
+            enter, leave = (enter, leave) if trained else (enter.detach(), leave.detach())
+            factors = {"inner": readout.enter_scale, "outer": readout.scale * readout.gain}
+            value, factor = activated_sum(linear(x, enter), leave, **factors), 1.0
+        else:
+            assert isinstance(readout, LinearReadout)
+            weight = readout.weight if trained else readout.weight.detach()
+            value, factor = linear(x, weight).squeeze(2), readout.scale
+        if total is None:
+            total = value if factor == 1 else factor * value
+        else:
+            total = torch.add(total, value, alpha=factor)
+    assert total is not None
+    return total
+
+
 def needs_lengths(model: MACE) -> bool:
     """Whether the first pass needs lengths of edges with a gradient."""
     has_density = any(interaction.has_density for interaction in model.interactions)
@@ -201,22 +245,44 @@ def _encode_moved(
     """Features at rest, atomic energies (n_atoms,), eV, float64, and their tangents, all with a gradient in the weights. Terms
     that do not depend on any weight are omitted."""
     blocks, scalars = [_species_table(model)], []
+    started = Started()
+    weights, tracked = _awaited_weights(first, started)
     for number, layer in enumerate(first.layers):
-        blocks = layer.moved(blocks, _moved_pass(layer.interaction, first, motion, basis, number))
+        edges = _moved_pass(layer.interaction, first, motion, basis, number, tracked)
+        blocks = layer.moved(blocks, weights[number], edges, started)
         scalars.append(blocks[0].squeeze(2))
     head = model.heads(batch)
     last = scalars[-len(model.readouts) :]
-    atomic = moving(lambda rows: [model.read(rows, head)], last).pop() if last else torch.zeros(())
+    if _reads(model):
+        atomic = _read(model, last, trained=True)
+    else:
+        (atomic,) = moving(lambda rows: [model.read(rows, head)], last)
+    still, moved = atomic.double().unbind()
     species = first.inputs.species
     scales = model.energy_scales
     if head is not None:
         scales = gather(scales, Segments(head, len(model.branches)))
-    energies = model.shifts(species, head) + scales * atomic[0].double()
-    return join([stack[0] for stack in scalars], 1), energies, scales * atomic[1].double()
+    energies = model.shifts(species, head) + scales * still
+    return join([stack[0] for stack in scalars], 1), energies, scales * moved
+
+
+def _awaited_weights(first: FirstPass, started: Started) -> tuple[list[LayerWeights], list[list[Tensor]]]:
+    """Weights of all layers, and tracked tensors of their tables, whose gradients may be unfinished work."""
+    weights = [layer.weights for layer in first.layers]
+    tracked = [table.tracked() for table in first.tables or []]
+    parts = [part.tensors() for part in weights] + tracked
+    *parts, _ = cut_list(awaited(started, [x for part in parts for x in part]), [len(part) for part in parts])
+    made = [part.replaced(tensors) for part, tensors in zip(weights, parts)]
+    return made, parts[len(weights) :]
 
 
 def _moved_pass(
-    interaction: Interaction, first: FirstPass, motion: Motion, basis: Sequence[Tensor], number: int
+    interaction: Interaction,
+    first: FirstPass,
+    motion: Motion,
+    basis: Sequence[Tensor],
+    number: int,
+    tracked: list[list[Tensor]],
 ) -> MovedPass:
     inputs = first.inputs
 
@@ -228,7 +294,7 @@ def _moved_pass(
         if interaction.has_density:
             (density,) = carried(lambda rows: [interaction.plain_density(at(rows))], basis)
         table = first.tables[number]
-        curves, matrix = table.tracked()
+        curves, matrix = tracked[number]
         return MovedPass(motion, (curves, matrix), density, table, first.at, first.position)
     made = carried(lambda rows: [x for x in interaction.radial_weights(at(rows)) if x is not None], basis)
     weights = made[0]

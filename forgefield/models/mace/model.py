@@ -9,6 +9,7 @@ weights.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from typing import Any, cast
 
 import torch
@@ -20,7 +21,7 @@ from forgefield.kernels.convolution.dispatch import EdgeHarmonics
 from forgefield.models.edges import Batch, EdgeContext
 from forgefield.models.interface import LastLayer, RegisteredModel, Tangents, unknown_species
 from forgefield.models.mace.interaction import EdgeInputs, Interaction, Product
-from forgefield.models.mace.kernels import by_kernels, moved_encoding, needs_lengths, scalars_at_rest
+from forgefield.models.mace.kernels import by_kernels, moved_encoding, needs_lengths, read_at_rest, scalars_at_rest
 from forgefield.models.mace.options import (
     PRESETS,
     MACEOptions,
@@ -218,12 +219,14 @@ class MACE(RegisteredModel[MACEOptions]):
     ) -> tuple[Tensor, Tensor | None]:
         """Scalar features of all layers, (n_atoms, feature_dim) in the interior precision, and atomic energies."""
         species = batch["species"]
-        scalars, lengths, graph = self._scalars(batch, edges or EdgeContext.of(batch))
+        edges = edges or EdgeContext.of(batch)
+        scalars, lengths, graph = self._scalars(batch, edges)
         features = join(scalars, 1)
         if not energies:
             return features, None
-        head = self.heads(batch)
-        atomic = self.read(scalars[-len(self.readouts) :], head)
+        head, last = self.heads(batch), scalars[-len(self.readouts) :]
+        atomic = read_at_rest(self, last) if by_kernels(self, batch, edges) else None
+        atomic = self.read(last, head) if atomic is None else atomic
         return features, self._energies(atomic.double(), lengths, species, graph, head)
 
     def tangents(self, batch: Batch, edges: EdgeContext) -> Tangents | None:
@@ -255,7 +258,7 @@ class MACE(RegisteredModel[MACEOptions]):
         """Scalar features of each layer, lengths of the edges (n_edges,), A, where they were needed, and their graph."""
         graph, species = edges.graph, batch["species"]
         if self.is_directed:
-            graph = EdgeGraph(graph.source, graph.destination, graph.n_atoms, reverse=graph.reverse)
+            graph = replace(graph, in_pairs=False)
         kernels = by_kernels(self, batch, edges)
         lengths = None
         if not kernels or needs_lengths(self):

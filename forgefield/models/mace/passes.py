@@ -9,21 +9,23 @@ forces were computed. Everything else is linear in stacks, or differentiated by 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING
 
 import torch
-import torch.autograd.forward_ad as forward_ad
 from torch import Tensor
 
 from forgefield.kernels.contraction.passes import Contraction, compile_contractions, contraction_refusal
 from forgefield.kernels.convolution.form import Form, form_of
 from forgefield.kernels.convolution.passes import Convolution, Motion, Planned, Radial, Rows, compile_together
 from forgefield.kernels.core.fields import TANGENT, VALUE, new_field
+from forgefield.kernels.core.runtime import Concurrent
 from forgefield.kernels.dense.products import AtomsBySpecies
 from forgefield.kernels.radial.layer import RadialTable
 from forgefield.kernels.radial.table import Intervals, TableGradient
+from forgefield.models.mace.stacks import Started, cut_list, linear, matrix_gradient, moving, with_tangents
 from forgefield.ops.autograd import AutogradContext, Gradients, TypedFunction
 from forgefield.ops.graph import EdgeGraph
 from forgefield.ops.linear import IrrepsLinear, SpeciesLinear, product_by_species
@@ -31,6 +33,10 @@ from forgefield.ops.products import is_lowered, product
 
 if TYPE_CHECKING:
     from forgefield.models.mace.interaction import Interaction, Product
+
+
+Residual = list[Tensor | None]
+"""What is added to each block of new features; None where nothing is."""
 
 
 @dataclass(frozen=True)
@@ -62,11 +68,17 @@ class LayerWeights:
     residual: list[Tensor]
     table: Tensor
 
+    def tensors(self) -> list[Tensor]:
+        return [*self.up, *self.sums, *self.results, *self.residual, self.table]
+
+    def replaced(self, tensors: list[Tensor]) -> LayerWeights:
+        """The same with other tensors, in the order of `tensors()`."""
+        lengths = [len(part) for part in (self.up, self.sums, self.results, self.residual)]
+        up, sums, results, residual, (table,) = cut_list(tensors, lengths)
+        return LayerWeights(up, sums, results, residual, table)
+
     def detached(self) -> LayerWeights:
-        up, sums, results, residual = (
-            [matrix.detach() for matrix in part] for part in (self.up, self.sums, self.results, self.residual)
-        )
-        return LayerWeights(up, sums, results, residual, self.table.detach())
+        return self.replaced([tensor.detach() for tensor in self.tensors()])
 
 
 def layer_weights(interactions: Sequence[Interaction], products: Sequence[Product]) -> list[LayerWeights]:
@@ -124,6 +136,10 @@ class MovedPass:
     position: Tensor | None = None
 
 
+ONE_HOT_UP_TO = 16
+"""Number of species up to which one product with all matrices is cheaper than a copy of a matrix for each atom."""
+
+
 class Layer:
     """One layer on one batch, with what the first pass leaves for the second."""
 
@@ -148,6 +164,8 @@ class Layer:
         channels = polynomials.weights[0].shape[2]
         self.results = [self._stack(like, output.irrep.dim, channels) for output in polynomials.plan.outputs]
         self.to_features: list[Tensor] = []
+        self.started: Started | None = None
+        """Gradients that are computed concurrently, in the second pass."""
         self.convolution: Convolution | None = None
 
     def _stack(self, like: Tensor, components: int, channels: int) -> Tensor:
@@ -168,8 +186,8 @@ class Layer:
         results = _Contracted.apply(self, weights.table, *(stack.contiguous() for stack in features))
         return self._new_blocks(list(results), weights, residual)
 
-    def moved(self, blocks: list[Tensor], edges: MovedPass) -> list[Tensor]:
-        weights = self.weights
+    def moved(self, blocks: list[Tensor], weights: LayerWeights, edges: MovedPass, started: Started) -> list[Tensor]:
+        self.started = started
         sent = self._sent(blocks, weights)
         sums = _MovingSums.apply(self, edges, *edges.tracked, *weights.sums, *sent)
         features, residual = self._features(list(sums), sent, blocks, weights, edges.density)
@@ -180,7 +198,9 @@ class Layer:
 
     def _sent(self, blocks: list[Tensor], weights: LayerWeights) -> list[Tensor]:
         """What neighbours read, in the first layer values alone."""
-        mixed = [linear(blocks[i], matrix) for i, matrix in zip(self.interaction.up_from, weights.up)]
+        mixed = [
+            linear(blocks[i], matrix, None, self.started) for i, matrix in zip(self.interaction.up_from, weights.up)
+        ]
         return [self._of_atoms(stack, 1) for stack in mixed] if self.first else mixed
 
     def _features(
@@ -190,13 +210,13 @@ class Layer:
         blocks: list[Tensor],
         weights: LayerWeights,
         density: Tensor | None,
-    ) -> tuple[list[Tensor], list[Tensor] | None]:
+    ) -> tuple[list[Tensor], Residual | None]:
         """Features that polynomials are taken of, and what is added to the result."""
         interaction, species, n_rows = self.interaction, self.atoms.species, sums[0].shape[0]
         if interaction.kind == "residual":
             complete = interaction.complete([stack.flatten(0, 1) for stack in sums])
             return [x.unflatten(0, (n_rows, -1)) for x in complete], self._residual(blocks, weights)
-        inputs = [*sums, *(_with_tangents(x, n_rows) for x in sent), *(self._of_atoms(x, n_rows) for x in blocks)]
+        inputs = [*sums, *(with_tangents(x, n_rows) for x in sent), *(self._of_atoms(x, n_rows) for x in blocks)]
         inputs += [] if density is None else [density.unsqueeze(0) if n_rows == 1 else density.transpose(0, 1)]
 
         def finish(tensors: list[Tensor]) -> list[Tensor]:
@@ -205,20 +225,21 @@ class Layer:
             new, residual = interaction.finish(parts, rest[0] if rest else None, joined, old, species)
             return [*new, *(residual or [])]
 
-        new, residual = cut_list(moving(finish, inputs), [len(interaction.targets)])
-        return new, residual or None
+        new, old_features = cut_list(moving(finish, inputs), [len(interaction.targets)])
+        return new, list(old_features) or None
 
-    def _residual(self, blocks: list[Tensor], weights: LayerWeights) -> list[Tensor]:
+    def _residual(self, blocks: list[Tensor], weights: LayerWeights) -> Residual:
         """Old features mapped by species, one stack for each of `kept`. In the first layer they depend on species alone."""
-        interaction, like = self.interaction, blocks[0]
-        result = [like.new_zeros(())] * len(interaction.kept)
+        interaction = self.interaction
+        result: list[Tensor | None] = [None] * len(interaction.kept)
         for (i, j), matrix in zip(interaction.residual_pairs, weights.residual):
             if self.first:
                 table = torch.bmm(blocks[i].squeeze(0), matrix.transpose(0, 1))
                 mapped = self._of_atoms(table.unsqueeze(0), 1)
             else:
                 mapped = self._by_species(blocks[i], matrix)
-            result[j] = mapped if result[j].dim() == 0 else result[j] + mapped
+            before = result[j]
+            result[j] = mapped if before is None else before + mapped
         return result
 
     def _by_species(self, x: Tensor, matrix: Tensor) -> Tensor:
@@ -229,26 +250,21 @@ class Layer:
             return product_by_species(x.flatten(0, 1), matrix.transpose(0, 1), species).view(*x.shape[:3], -1)
         if count > 1:
             x = (x.unsqueeze(4) * self.atoms.one_hot.view(1, -1, 1, 1, count)).flatten(3)
-        return linear(x, matrix.flatten(0, 1))
+        return linear(x, matrix.flatten(0, 1), None, self.started)
 
     def _of_atoms(self, stack: Tensor, n_rows: int) -> Tensor:
         """Features of atoms; those of the first layer are given for species."""
         if self.first:
             stack = _OfAtoms.apply(stack.squeeze(0), self.atoms).unsqueeze(0)
-        return _with_tangents(stack, n_rows)
+        return with_tangents(stack, n_rows)
 
-    def _by_reference(
-        self, features: list[Tensor], weights: LayerWeights, residual: list[Tensor] | None
-    ) -> list[Tensor]:
+    def _by_reference(self, features: list[Tensor], weights: LayerWeights, residual: Residual | None) -> list[Tensor]:
         results = moving(lambda parts: self.product.polynomials(parts, self.atoms.species), features)
         return self._new_blocks(results, weights, residual)
 
-    def _new_blocks(self, results: list[Tensor], weights: LayerWeights, residual: list[Tensor] | None) -> list[Tensor]:
-        added = [None] * len(results) if residual is None else residual
-        return [
-            linear(x, matrix, None if old is None or old.dim() == 0 else old)
-            for x, matrix, old in zip(results, weights.results, added)
-        ]
+    def _new_blocks(self, results: list[Tensor], weights: LayerWeights, residual: Residual | None) -> list[Tensor]:
+        added = residual or [None] * len(results)
+        return [linear(x, matrix, old, self.started) for x, matrix, old in zip(results, weights.results, added)]
 
 
 def form_of_interaction(interaction: Interaction) -> Form:
@@ -269,75 +285,6 @@ def compile_layers(layers: Sequence[Layer], edges: Sequence[EdgePass]) -> None:
     compile_contractions(contractions, layers[0].atoms.by_species)
 
 
-# ---- stacks
-
-
-def moving(function: Callable[[list[Tensor]], list[Tensor]], stacks: Sequence[Tensor]) -> list[Tensor]:
-    """Apply `function` of tensors (n, ...) to stacks (R, n, ...): values alone, or values and tangents."""
-    if stacks[0].shape[0] == 1:
-        return [value.unsqueeze(0) for value in function([stack.squeeze(0) for stack in stacks])]
-    with forward_ad.dual_level():
-        outputs = function([forward_ad.make_dual(*stack.unbind()) for stack in stacks])
-        pairs = [forward_ad.unpack_dual(value) for value in outputs]
-        return [
-            torch.stack([pair.primal, torch.zeros_like(pair.primal) if pair.tangent is None else pair.tangent])
-            for pair in pairs
-        ]
-
-
-def _with_tangents(stack: Tensor, n_rows: int) -> Tensor:
-    return stack if len(stack) == n_rows else torch.cat([stack, torch.zeros_like(stack)])
-
-
-def cut_list(tensors: list[Tensor], lengths: Sequence[int]) -> list[list[Tensor]]:
-    """Consecutive parts of these lengths, and the rest."""
-    parts = []
-    for length in lengths:
-        parts.append(tensors[:length])
-        tensors = tensors[length:]
-    return [*parts, tensors]
-
-
-ROWS = 2048
-"""Rows that are summed by one product for the gradient of a matrix: libraries split long sums badly."""
-ONE_HOT_UP_TO = 16
-"""Number of species up to which one product with all matrices is cheaper than a copy of a matrix for each atom."""
-
-
-def linear(x: Tensor, matrix: Tensor, start: Tensor | None = None) -> Tensor:
-    """x (R, n, k, c) times matrix (c, d), plus start (R or 1, n, k, d), whose tangents are zero if it has none."""
-    if is_lowered(x):
-        result: Tensor = product(x, matrix)
-        return result if start is None else result + _with_tangents(start, len(x))
-    made: Tensor = _Linear.apply(x, matrix, start)
-    return made
-
-
-class _Linear(TypedFunction):
-    @staticmethod
-    def forward(ctx: AutogradContext, x: Tensor, matrix: Tensor, start: Tensor | None) -> Tensor:
-        ctx.save_for_backward(x, matrix)
-        ctx.n_added = 0 if start is None else len(start)
-        if start is None:
-            return x @ matrix
-        result = x.new_empty((*x.shape[:-1], matrix.shape[1]))
-        n = len(start)
-        rows, added = x[:n].flatten(0, -2), start.flatten(0, -2)
-        torch.addmm(added, rows, matrix, out=result[:n].flatten(0, -2))
-        if n < len(x):
-            torch.mm(x[n:].flatten(0, -2), matrix, out=result[n:].flatten(0, -2))
-        return result
-
-    @staticmethod
-    @torch.autograd.function.once_differentiable
-    def backward(ctx: AutogradContext, to_result: Tensor) -> Gradients:
-        x, matrix = ctx.saved_tensors
-        wants_x, wants_matrix, wants_start = ctx.needs_input_grad
-        to_x = to_result @ matrix.t() if wants_x else None
-        to_matrix = matrix_gradient(x.flatten(0, -2), to_result.flatten(0, -2)) if wants_matrix else None
-        return to_x, to_matrix, to_result[: ctx.n_added] if wants_start else None
-
-
 class _OfAtoms(TypedFunction):
     """Rows (n_species, ...) -> rows (n_atoms, ...)."""
 
@@ -352,21 +299,19 @@ class _OfAtoms(TypedFunction):
         return matrix_gradient(ctx.atoms.one_hot, to_atoms.flatten(1)).view(ctx.shape), None
 
 
-def matrix_gradient(x: Tensor, to_result: Tensor) -> Tensor:
-    """(c, d): transpose of x (n, c) times to_result (n, d)."""
-    n_parts = x.shape[0] // ROWS
-    if is_lowered(x) or n_parts < 2:
-        return product(x.t(), to_result)
-    n = n_parts * ROWS
-    parts = torch.bmm(x[:n].view(n_parts, ROWS, -1).transpose(1, 2), to_result[:n].reshape(n_parts, ROWS, -1))
-    return torch.addmm(parts.sum(0), x[n:].t(), to_result[n:])
-
-
 # ---- sums over neighbours
 
 
-def _multiply(x: Tensor, matrix: Tensor, out: Tensor) -> None:
-    """Write a product of rows."""
+def _multiply(rows: Sequence[Tensor], matrices: Sequence[Tensor], out: Sequence[Tensor]) -> None:
+    """Write products of rows, one for each block, concurrently: those of small batches are limited by latency."""
+    first, *others = zip(rows, matrices, out)
+    started = [Concurrent(f"block {number}", partial(_write_product, *parts)) for number, parts in enumerate(others)]
+    _write_product(*first)
+    for work in started:
+        work.result()
+
+
+def _write_product(x: Tensor, matrix: Tensor, out: Tensor) -> None:
     if is_lowered(x):
         out.copy_(product(x, matrix))
     else:
@@ -391,8 +336,8 @@ class _Sums(TypedFunction):
         layer.x.fill(VALUE, [stack[0] for stack in sent])
         layer.convolution = Convolution(layer.form, layer.graph, harmonics, radial, still=layer.first)
         layer.convolution.values(layer.x, layer.z)
-        for number, (stack, matrix) in enumerate(zip(layer.sums, matrices)):
-            _multiply(layer.z.rows(number, VALUE), matrix, stack[VALUE].flatten(0, 1))
+        rows = [layer.z.rows(number, VALUE) for number in range(len(matrices))]
+        _multiply(rows, matrices, [stack[VALUE].flatten(0, 1) for stack in layer.sums])
         return tuple(stack[:1] for stack in layer.sums)
 
     @staticmethod
@@ -400,8 +345,9 @@ class _Sums(TypedFunction):
     def backward(ctx: AutogradContext, *to_sums: Tensor) -> Gradients:
         layer: Layer = ctx.layer
         assert layer.convolution is not None
-        for number, (to_stack, matrix) in enumerate(zip(to_sums, ctx.matrices)):
-            _multiply(to_stack.reshape(-1, matrix.shape[1]), matrix.t(), layer.to_z.rows(number, TANGENT))
+        rows = [to_stack.reshape(-1, matrix.shape[1]) for to_stack, matrix in zip(to_sums, ctx.matrices)]
+        transposed = [matrix.t() for matrix in ctx.matrices]
+        _multiply(rows, transposed, [layer.to_z.rows(number, TANGENT) for number in range(len(rows))])
         columns = 4 if ctx.in_table else layer.form.n_harmonics
         parts = layer.z.flat.new_empty((layer.form.n_chunks, layer.graph.n_edges, columns))
         to_x = None if layer.first else layer.to_x
@@ -430,8 +376,8 @@ class _MovingSums(TypedFunction):
         if not layer.first:
             layer.x.fill(TANGENT, [stack[TANGENT] for stack in sent])
         layer.convolution.tangents(layer.x, layer.z, edges.motion)
-        for number, (stack, matrix) in enumerate(zip(layer.sums, matrices)):
-            _multiply(layer.z.rows(number, TANGENT), matrix, stack[TANGENT].flatten(0, 1))
+        rows = [layer.z.rows(number, TANGENT) for number in range(len(matrices))]
+        _multiply(rows, matrices, [stack[TANGENT].flatten(0, 1) for stack in layer.sums])
         return tuple(stack.detach() for stack in layer.sums)
 
     @staticmethod
@@ -439,14 +385,20 @@ class _MovingSums(TypedFunction):
     def backward(ctx: AutogradContext, *to_sums: Tensor) -> Gradients:
         layer: Layer = ctx.layer
         edges: MovedPass = ctx.edges
+        started = layer.started
         assert layer.convolution is not None
-        to_matrices = []
-        for number, (to_stack, matrix) in enumerate(zip(to_sums, ctx.matrices)):
-            rows = to_stack.reshape(-1, matrix.shape[1])
-            _multiply(rows[: len(rows) // 2], matrix.t(), layer.to_z.rows(number, VALUE))
-            to_matrices.append(matrix_gradient(layer.z.both(number), rows))
-        collected = _RowGradients(layer.graph) if edges.table is None else _TableGradients(edges)
-        layer.convolution.back(layer.x, layer.to_z, layer.to_x, edges.motion, collected.add)
+        assert started is not None
+        rows = [to_stack.reshape(-1, matrix.shape[1]) for to_stack, matrix in zip(to_sums, ctx.matrices)]
+        to_matrices = [
+            started.run("matrices", partial(matrix_gradient, layer.z.both(number), both))
+            for number, both in enumerate(rows)
+        ]
+        to_z = [layer.to_z.rows(number, VALUE) for number in range(len(rows))]
+        _multiply([both[: len(both) // 2] for both in rows], [matrix.t() for matrix in ctx.matrices], to_z)
+        collected: _RowGradients | _TableGradients
+        collected = _RowGradients(layer.graph) if edges.table is None else _TableGradients(edges, started)
+        started.wait_for_rows()  # of the next layer, whose memory is reused
+        started.rows = layer.convolution.back(layer.x, layer.to_z, layer.to_x, edges.motion, collected.add)
         blocks, n_atoms = layer.x.shape.blocks, layer.graph.n_atoms
         if layer.first:
             to_sent = [block.unsqueeze(0) for block in layer.to_x.blocks(VALUE)]
@@ -472,20 +424,23 @@ class _RowGradients:
 class _TableGradients:
     """Cotangents of the tensors that a table is computed from, from those of the weights of every edge."""
 
-    def __init__(self, edges: MovedPass) -> None:
+    def __init__(self, edges: MovedPass, started: Started) -> None:
         assert edges.table is not None
         assert edges.at is not None
         assert edges.position is not None
         assert edges.motion.position is not None
-        self.table = edges.table
+        self.table, self.started = edges.table, started
         n_weights = self.table.matrix.shape[1]
         self._sums = TableGradient(edges.at, edges.position, edges.motion.position, n_weights)
 
-    def add(self, rows: Rows) -> None:
-        self._sums.add(rows.of_w, rows.of_dw, None if rows.block is None else rows.block.columns)
+    def add(self, rows: Rows) -> Concurrent[None]:
+        columns = None if rows.block is None else rows.block.columns
+        return Concurrent("sums", partial(self._sums.add, rows.of_w, rows.of_dw, columns))
 
     def result(self) -> list[Tensor]:
-        return self.table.gradients(self._sums.result())
+        """Unfinished, as results of `Started.run` are."""
+        to_table = Concurrent("sums", self._sums.result)
+        return self.started.run("tables", lambda: self.table.gradients(to_table.result()))
 
 
 def _shared_rows(of_edges: Tensor, graph: EdgeGraph) -> Tensor:
