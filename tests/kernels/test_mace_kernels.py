@@ -90,6 +90,17 @@ def test_a_step_in_tf32():
     assert relative(outputs["forces"], exact["forces"]) < 2e-3
 
 
+def test_rows_stored_in_bfloat16_and_products_in_bfloat16():
+    """Rounding by 2^-9 here and there, and no more than that."""
+    given = batch()
+    _, exact = step(mace("float64").to(DEVICE).eval(), given, by_kernels=False)
+    for setting in (execution(storage="bfloat16"), Precision("bf16-mixed").applied("bf16-mixed")):
+        with setting:
+            _, found = step(mace("float32").to(DEVICE).eval(), given, by_kernels=True)
+        found, expected = (torch.cat([g.flatten().double() for g in some]) for some in (found, exact))
+        assert 1e-4 < relative(found, expected) < 2e-2
+
+
 def test_long_sums_of_matrix_gradients(monkeypatch):
     monkeypatch.setattr(stacks, "ROWS", 3)
     assert_same_step(mace("float64", **CASES["plain"]).to(DEVICE).eval(), batch())
