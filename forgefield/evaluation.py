@@ -277,8 +277,8 @@ def _with_stored_uncertainty(
     require_level(level)
     if potential.uncertainty_outputs:  # an ensemble
         return potential
-    if ranks.is_rank_zero and (level is not None or (which == "best" and head is None and has_uncertainty(run))):
-        stored = load_uncertainty(run, which)
+    if ranks.is_rank_zero and (level is not None or (which == "best" and has_uncertainty(run, head))):
+        stored = load_uncertainty(run, which, head)
     stored = ranks.broadcast(stored)
     if stored is None:
         return potential

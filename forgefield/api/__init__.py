@@ -6,7 +6,7 @@ from forgefield.api.models import export, import_mala, import_model, load, load_
 from forgefield.api.predictions import predict, test
 from forgefield.api.training import example_config, train, train_example, train_with_outcome, tune
 from forgefield.api.trust import check, evaluate, learn, md, relax, select, uncertainty
-from forgefield.config.deepmd import convert_input
+from forgefield.config.converting import convert_input
 from forgefield.data.conversion import convert_data, sample_data
 from forgefield.data.inspection.show import inspect_data
 from forgefield.data.starter import propose_config

@@ -214,7 +214,7 @@ def _potential(
 ) -> Potential:
     """The model of a run, with uncertainties if requested, or that of an ensemble."""
     if not ensemble:
-        return with_uncertainty(run.load_potential(which, device, head=head), run, which, uncertainty)
+        return with_uncertainty(run.load_potential(which, device, head=head), run, which, uncertainty, head)
     if head is not None:
         raise ForgefieldError("--head: the members of an ensemble have one energy each.")
     return Ensemble([run, *ensemble], which=which, device=device, trust_code=trust_code)

@@ -15,14 +15,13 @@ from forgefield.api.sources import ConfigSource, RunSource, Source, Structures, 
 from forgefield.data.options import DataOptions
 from forgefield.errors import ForgefieldError
 from forgefield.inference.structures import as_files, has_structures
-from forgefield.inference.uncertainty import uncertainty_path
 from forgefield.report.page import write_report
 from forgefield.results import Checks
 from forgefield.runs import PACKAGE_SUFFIX, Run
 from forgefield.settings import Config
 from forgefield.trust.ensembles import calibrate_ensemble
 from forgefield.trust.selection import Selection, select_frames
-from forgefield.trust.uncertainty import fit_uncertainty, training_data
+from forgefield.trust.uncertainty import fit_uncertainty, heads_of, training_data
 
 if TYPE_CHECKING:
     from forgefield.trust.evaluate import EvaluationReport
@@ -36,6 +35,7 @@ def uncertainty(
 ) -> Path:
     """Compute the uncertainties of a run's best weights from its training data and return the file.
 
+    A model with several branches has a file for each of them; that of the first is returned.
     For an ensemble, whose uncertainties are the deviations of its members, calibrate them with the validation frames.
 
     Parameters
@@ -55,8 +55,11 @@ def uncertainty(
             raise ForgefieldError(f"directions has no effect for an ensemble, and run {run.name} is one.")
         calibrate_ensemble(run, training_data(run), device=device)
         return run.path / "run.json"
-    fit_uncertainty(run, device=device, directions=directions)
-    return uncertainty_path(run)
+    data = training_data(run)
+    heads = heads_of(run)
+    for head in heads:
+        fit_uncertainty(run, data=data, device=device, directions=directions, head=head)
+    return run.uncertainty_path(heads[0])
 
 
 def select(

@@ -27,7 +27,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    from forgefield.config.deepmd import convert_input
+    from forgefield.config.converting import convert_input
 
     text = convert_input(args.input, args.out, overwrite=args.force)
     if args.out is None:

@@ -6,6 +6,8 @@ The result is stored in the run. `forgefield predict --uncertainty`, calculators
 from __future__ import annotations
 
 import argparse
+from collections.abc import Mapping
+from typing import Any
 
 from forgefield.cli.arguments import add_trust, device_name
 
@@ -34,6 +36,7 @@ def run(args: argparse.Namespace) -> int:
     from forgefield import api
     from forgefield.inference.uncertainty import load_uncertainty
     from forgefield.runs import SCALES, Run
+    from forgefield.trust.uncertainty import heads_of
 
     opened = Run.open(args.run, trust_code=args.trust_code)
     path = api.uncertainty(opened, device=device_name(args.device), directions=args.directions)
@@ -43,10 +46,15 @@ def run(args: argparse.Namespace) -> int:
         print(f"deviations of {len(opened.members)} members are multiplied by {factors}")
         print(f"wrote {path}")
         return 0
-    about = load_uncertainty(opened).about
-    print(
-        f"trained on {about['training_energies']} energies and {about['training_forces']} force components, calibrated on "
-        f"{about['validation_energies']} energies and {about['validation_forces']} force components"
-    )
-    print(f"wrote {path}")
+    for head in heads_of(opened):
+        about = load_uncertainty(opened, head=head).about
+        _print(about, "" if head is None else f"branch {head}: ")
+        print(f"wrote {opened.uncertainty_path(head)}")
     return 0
+
+
+def _print(about: Mapping[str, Any], prefix: str) -> None:
+    print(
+        f"{prefix}trained on {about['training_energies']} energies and {about['training_forces']} force components, "
+        f"calibrated on {about['validation_energies']} energies and {about['validation_forces']} force components"
+    )

@@ -91,6 +91,8 @@ class VerletList:
 
 DEFAULT_SKIN = 0.5
 """A, of lists on the host."""
+VOIGT = [0, 4, 8, 5, 2, 1]
+"""Components xx yy zz yz xz xy of a flat matrix."""
 RESPONSES = {"dipole", "polarizability"}
 """Outputs that make a calculator of a model without an energy."""
 
@@ -196,6 +198,8 @@ class Calculator(AseCalculator):
         self.deviation: Deviation | None = None
         """Deviation of the engine from the eager model in float64, on the first structure."""
         self._composition: tuple[np.ndarray, np.ndarray] | None = None
+        self._structure: Atoms | None = None
+        self._has_volume = False
 
     def calculate(
         self,
@@ -240,24 +244,25 @@ class Calculator(AseCalculator):
     def _by_engine(
         self, engine: DeviceEngine, atoms: Atoms | None, properties: Sequence[str], system_changes: Sequence[str]
     ) -> None:
-        if list(system_changes) == ["positions"] and self.atoms is not None and atoms is not None:
-            self.atoms.arrays["positions"][:] = atoms.arrays["positions"]
+        if system_changes == ["positions"] and self._structure is not None and atoms is not None:
+            # The same as a copy of the structure, which takes longer. `reset` has removed the reference to it.
+            self._structure.arrays["positions"][:] = atoms.arrays["positions"]
+            self.atoms = self._structure
         else:
             super().calculate(atoms, list(properties), list(system_changes))
             self._set_systems(engine)
-        structure = self.atoms
-        cell = structure.cell.array
-        has_volume = bool(structure.cell.volume > 0)
+            self._structure, self._has_volume = self.atoms, bool(self.atoms.cell.volume > 0)
+        structure, has_volume = self.atoms, self._has_volume
         if "stress" in properties and not has_volume:
             raise PropertyNotImplementedError("stress needs a cell with a volume; this structure has none")
         gradients = "forces" in properties or "stress" in properties
-        found = engine.evaluate_on_host(structure.arrays["positions"], cell, gradients=gradients)
+        found = engine.evaluate_on_host(structure.arrays["positions"], structure.cell.array, gradients=gradients)
         energy = float(found.energy[0])
         self.results = {"energy": energy, "free_energy": energy, "energies": found.atomic_energy.numpy().copy()}
         if found.forces is not None and found.stress is not None:
             self.results["forces"] = found.forces.numpy().copy()
             if has_volume:
-                self.results["stress"] = full_3x3_to_voigt_6_stress(found.stress[0].numpy())
+                self.results["stress"] = found.stress[0].numpy().reshape(9)[VOIGT]
 
     def _set_systems(self, engine: DeviceEngine) -> None:
         """Pass a new composition to the engine; the first one also to the eager model."""
@@ -290,11 +295,22 @@ class Calculator(AseCalculator):
 
     def check_state(self, atoms: Atoms, tol: float = 1e-15) -> list[str]:
         """What has changed since the last calculation; ASE does not look at parameters by itself."""
+        if self.engine is not None and self.atoms is not None:
+            return self._changes(self.atoms, atoms)
         changes = super().check_state(atoms, tol=tol)
         if self.potential.inputs and self.atoms is not None:
             before, now = (parameters_of(structure, self.potential) for structure in (self.atoms, atoms))
             changes += [name for name in now if not np.array_equal(now[name], before.get(name, np.nan))]
         return changes
+
+    @staticmethod
+    def _changes(before: Atoms, now: Atoms) -> list[str]:
+        """What of a structure has changed that the engine reads; quicker than ASE's comparison, and without a tolerance."""
+        changes = [
+            name for name in ("positions", "numbers") if not np.array_equal(before.arrays[name], now.arrays[name])
+        ]
+        changes += [] if np.array_equal(before.cell.array, now.cell.array) else ["cell"]
+        return changes if np.array_equal(before.pbc, now.pbc) else [*changes, "pbc"]
 
     def _inputs(self, atoms: Atoms) -> dict[str, torch.Tensor]:
         found = parameters_of(atoms, self.potential)
@@ -369,5 +385,5 @@ def load_for_evaluation(
         run.require_head(head)
         precision = None if dtype is None else str(dtype).removeprefix("torch.")
         potential = run.load_potential(which, device, head=head, precision=precision)
-        potential = with_uncertainty(potential, run, which, uncertainty)
+        potential = with_uncertainty(potential, run, which, uncertainty, head)
     return potential.to(device).eval().requires_grad_(False)

@@ -15,7 +15,7 @@ from forgefield.formats import VERSION
 from forgefield.models.resolving import single_branch
 from forgefield.runs import PACKAGE, PACKAGE_KEY, PACKAGE_SUFFIX, UNCERTAINTY_TENSORS, PackagedRun, Run
 from forgefield.untrusted.documents import load_json
-from forgefield.weights import write_weights
+from forgefield.weights import digest, write_weights
 
 _LOCAL_INFO = ("measured", "hardware", "engine", "initial_model", "world_size")
 """Entries of `run.json` that describe the machine and the folder of the training, not the model."""
@@ -72,10 +72,10 @@ def write_package(
         "created": datetime.now(timezone.utc).isoformat(timespec="seconds"),
         "errors": _test_errors(run),
     }
-    uncertainty = run.read_uncertainty() if head is None else None
+    uncertainty = run.read_uncertainty(head)
     about = uncertainty.about.get("uncertainty") if uncertainty is not None else None
     if uncertainty is not None and isinstance(about, dict) and about.get("weights_sha256") == weights.sha256:
-        note["uncertainty"] = about
+        note["uncertainty"] = about if head is None else {**about, "weights_sha256": digest(state)}
         carried = {name: tensor for name, tensor in uncertainty.state.items() if not name.startswith("curvature_")}
         state = {**state, **{UNCERTAINTY_TENSORS + name: tensor for name, tensor in carried.items()}}
     write_weights(path, state, {PACKAGE_KEY: note})

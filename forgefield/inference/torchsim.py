@@ -91,7 +91,7 @@ class Model(ModelInterface):  # type: ignore[misc]
             opened = Run.open(run, trust_code=trust_code)
             opened.require_head(head)
             potential = opened.load_potential(which, self._device, head=head)
-            self.potential = with_uncertainty(potential, opened, which, uncertainty)
+            self.potential = with_uncertainty(potential, opened, which, uncertainty, head)
         if not self.potential.has_energy:
             raise ForgefieldError(
                 f"This model predicts {', '.join(self.potential.extra_outputs) or 'noise'} but no energy, "

@@ -27,7 +27,7 @@ from forgefield.models.edges import Batch, EdgeContext, StepMemory, edge_vectors
 from forgefield.models.interface import AtomisticModel, ExtraOutput
 from forgefield.models.potential import Potential, per_volume, strained
 from forgefield.models.resolving import branch_names
-from forgefield.runs import UNCERTAINTY, PackagedRun, Run
+from forgefield.runs import PackagedRun, Run
 from forgefield.weights import Weights, write_weights
 
 ENERGY, ENERGIES, FORCES, STRESS = UNCERTAINTIES
@@ -158,31 +158,31 @@ class UncertainPotential(Potential):
         )
 
 
-def with_uncertainty(potential: Potential, run: Run, which: str, level: str | None) -> Potential:
+def with_uncertainty(
+    potential: Potential, run: Run, which: str, level: str | None, head: str | None = None
+) -> Potential:
     """The potential of a run with uncertainties as additional outputs; as it is without `level` (`energy` or `forces`), and if
-    it has uncertainties already, as an ensemble has."""
+    it has uncertainties already, as an ensemble has. head: its branch."""
     require_level(level)
     if level is None or potential.uncertainty_outputs:
         return potential
-    return UncertainPotential(potential, load_uncertainty(run, which), level).eval().requires_grad_(False)
+    return UncertainPotential(potential, load_uncertainty(run, which, head), level).eval().requires_grad_(False)
 
 
-def uncertainty_path(run: Run) -> Path:
-    """The file of a run's uncertainties."""
-    return run.path / UNCERTAINTY
-
-
-def has_uncertainty(run: Run) -> bool:
-    """Whether a run has uncertainties of its best weights, in a file that is not damaged."""
+def has_uncertainty(run: Run, head: str | None = None) -> bool:
+    """Whether a run has uncertainties of its best weights, or of their branch `head`, in a file that is not damaged."""
     try:
-        stored = run.read_uncertainty()
+        stored = run.read_uncertainty(head)
         return stored is not None and _note(stored, run.path)["weights_sha256"] == run.read_weights("best").sha256
     except ForgefieldError:
         return False
 
 
-def write_uncertainty(run: Run, uncertainty: LastLayerUncertainty, tensors: Mapping[str, Tensor]) -> Path:
-    """Write the uncertainties of a run's best weights; returns the file. tensors: additional ones to store."""
+def write_uncertainty(
+    run: Run, uncertainty: LastLayerUncertainty, tensors: Mapping[str, Tensor], head: str | None = None
+) -> Path:
+    """Write the uncertainties of a run's best weights, or of their branch `head`; returns the file. tensors: additional ones
+    to store."""
     note = {
         VERSION: UNCERTAINTY_FILE.version,
         **uncertainty.about,
@@ -190,23 +190,23 @@ def write_uncertainty(run: Run, uncertainty: LastLayerUncertainty, tensors: Mapp
         "energy_scale": uncertainty.energy_scale,
         "forces_scale": uncertainty.forces_scale,
     }
-    path = uncertainty_path(run)
+    path = run.uncertainty_path(head)
     state = {"factor": uncertainty.factor, **tensors}
     write_weights(path, {name: tensor.cpu().contiguous() for name, tensor in state.items()}, {"uncertainty": note})
     return path
 
 
-def load_uncertainty(run: Run, which: str = "best") -> LastLayerUncertainty:
+def load_uncertainty(run: Run, which: str = "best", head: str | None = None) -> LastLayerUncertainty:
     """The uncertainties of a run's best weights; an error says how to make them where there are none.
 
-    which: the weights that they are to be used with; those of others than the best are refused.
+    which: the weights that they are to be used with; those of others than the best are refused. head: a branch.
     """
     if which != "best":
         raise ForgefieldError("Uncertainties are those of the best weights of a run; leave which (--which) out.")
-    weights = run.read_uncertainty()
+    weights = run.read_uncertainty(head)
     if weights is None:
         raise ForgefieldError(f"Run {run.name} has no uncertainties; {_remedy(run)}")
-    path = run.path if isinstance(run, PackagedRun) else uncertainty_path(run)
+    path = run.path if isinstance(run, PackagedRun) else run.uncertainty_path(head)
     note = _note(weights, path)
     if note["weights_sha256"] != run.read_weights("best").sha256:
         raise ForgefieldError(
@@ -222,9 +222,13 @@ def load_uncertainty(run: Run, which: str = "best") -> LastLayerUncertainty:
 
 def _remedy(run: Run) -> str:
     """What to do about a run without uncertainties."""
-    if run.of_points or not run.has_energy or branch_names(run.info["model"]):
-        return "they are those of models with one energy."
-    if type(run.load_potential("best").interface).last_layer is AtomisticModel.last_layer:
+    if run.of_points or not run.has_energy:
+        return "they are those of models with an energy."
+    branches = branch_names(run.info["model"])
+    if (
+        type(run.load_potential("best", head=next(iter(branches), None)).interface).last_layer
+        is AtomisticModel.last_layer
+    ):
         return (
             f"its model {run.info['model']['name']} does not define the last layer from which they are computed. Train several "
             "models and combine them (--ensemble, forgefield.Ensemble)."

@@ -128,7 +128,8 @@ class EdgeGraph:
 
     `reverse` (n_edges,) is the number of every edge's reverse, where the list is known to hold both directions of every edge.
     `in_pairs`: what depends on the length alone is then computed once for each undirected pair; these are numbered when they
-    are first used.
+    are first used. `pointers` (n_atoms + 1,): first edge of each destination, where it is known; edges from the last of them on
+    are ignored in sums.
     """
 
     source: Tensor
@@ -136,6 +137,7 @@ class EdgeGraph:
     n_atoms: int
     reverse: Tensor | None = None
     in_pairs: bool = False
+    pointers: Tensor | None = None
 
     @property
     def pair(self) -> Tensor | None:
@@ -162,7 +164,8 @@ class EdgeGraph:
 
     @cached_property
     def by_destination(self) -> Segments:
-        return Segments(self.destination, self.n_atoms, rows_are_sorted=True)
+        known = None if self.pointers is None else (None, self.pointers)
+        return Segments(self.destination, self.n_atoms, rows_are_sorted=True, precomputed=known)
 
     @property
     def n_edges(self) -> int:

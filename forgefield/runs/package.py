@@ -112,9 +112,9 @@ class PackagedRun(Run):
             raise ForgefieldError(f"{self.path} contains the best weights of its run, not the last ones; omit --which.")
         return self._model_weights
 
-    def read_uncertainty(self) -> Weights | None:
+    def read_uncertainty(self, head: str | None = None) -> Weights | None:
         note = self.note.get("uncertainty")
-        if not isinstance(note, dict):
+        if not isinstance(note, dict) or head is not None:
             return None
         state = {
             name.removeprefix(UNCERTAINTY_TENSORS): tensor

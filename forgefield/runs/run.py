@@ -11,6 +11,7 @@ import os
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
+from urllib.parse import quote
 
 import torch
 from torch import nn
@@ -367,9 +368,13 @@ class Run:
             )
         return read_weights(path)
 
-    def read_uncertainty(self) -> Weights | None:
+    def uncertainty_path(self, head: str | None = None) -> Path:
+        """The file of uncertainties; each branch of a model with several (head) has one."""
+        return self.path / (UNCERTAINTY if head is None else f"uncertainty-{quote(head, safe='')}.safetensors")
+
+    def read_uncertainty(self, head: str | None = None) -> Weights | None:
         """The content of the file of uncertainties, verified against its checksum; None if there is none."""
-        path = self.path / UNCERTAINTY
+        path = self.uncertainty_path(head)
         return read_weights(path) if path.is_file() else None
 
 

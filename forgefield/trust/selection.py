@@ -36,6 +36,7 @@ from forgefield.inference.uncertainty import ENERGIES, LastLayerUncertainty, has
 from forgefield.inference.xyz_files import write_extxyz
 from forgefield.models.edges import EdgeContext, edge_vectors
 from forgefield.models.potential import Potential
+from forgefield.models.resolving import branch_names
 from forgefield.report.figures import check_figure_name
 from forgefield.runs import Run
 from forgefield.trust.choosing import METHODS, most_uncertain, typical_distance
@@ -109,6 +110,10 @@ def select_frames(
     _check(n, by, method, tolerance, out, overwrite)
     if figure is not None:
         check_figure_name(Path(figure))
+    if branches := branch_names(run.info["model"]):
+        raise ForgefieldError(
+            f"Run {run.name} has several branches ({', '.join(branches)}); structures are selected with a model that has one."
+        )
     data = training_data(run)
     of_features = Run(run.member_path(next(iter(run.members))), trust_code=run.trust_code) if run.members else run
     if not has_uncertainty(of_features):

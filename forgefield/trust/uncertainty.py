@@ -28,6 +28,7 @@ from forgefield.inference.evaluate import evaluate_batch, evaluating
 from forgefield.inference.uncertainty import LastLayerUncertainty, has_uncertainty, write_uncertainty
 from forgefield.models.edges import EdgeContext, edge_vectors
 from forgefield.models.potential import Potential
+from forgefield.models.resolving import branch_names
 from forgefield.parallel.accelerators import evaluation_device
 from forgefield.parallel.ranks import Ranks, single_process
 from forgefield.runs import PackagedRun, Run
@@ -188,6 +189,7 @@ def fit_uncertainty(
     directions: int | None = None,
     most_frames: int | None = None,
     ranks: Ranks | None = None,
+    head: str | None = None,
 ) -> LastLayerUncertainty:
     """Compute the uncertainties of the best weights of a run and store them in its folder; returns them.
 
@@ -206,16 +208,21 @@ def fit_uncertainty(
         Training and validation frames that are used at most, evenly spaced. Default: all.
     ranks
         Processes that share the work; rank 0 writes the file.
+    head
+        Branch of a model with several, whose training and validation frames are used.
     """
     ranks = ranks or single_process()
     require_suitable_run(run)
+    run.require_head(head)
     data = training_data(run) if data is None else data
     if data.val is None:
         raise ForgefieldError(
             f"Run {run.name} has no validation frames (data.val), with which uncertainties are calibrated; train it with some."
         )
-    potential = run.load_potential("best", device)
-    train, val = (_Rows(dataset, most_frames, ranks) for dataset in (data.train, data.val))
+    potential = run.load_potential("best", device, head=head)
+    train, val = (_Rows(dataset, most_frames, ranks, head) for dataset in (data.train, data.val))
+    if val.total == 0:
+        raise ForgefieldError(f"Branch {head} of run {run.name} has no validation frames, with which it is calibrated.")
     with evaluating(potential, device) as place:
         n_weights = _features(potential, next(train.batches(potential, place, alone=True))).shape[1]
         number = _number_of_directions(directions, n_weights, data.train, train.total)
@@ -229,7 +236,7 @@ def fit_uncertainty(
     uncertainty = replace(uncertainty, about={**uncertainty.about, "directions": number})
     if ranks.is_rank_zero:
         sums = {"curvature_energies": curvature.energies, "curvature_forces": curvature.forces}
-        write_uncertainty(run, uncertainty, sums | _validation(uncertainty, joined))
+        write_uncertainty(run, uncertainty, sums | _validation(uncertainty, joined), head)
     return uncertainty
 
 
@@ -249,14 +256,20 @@ def fit_after_training(fitted: TrainingResult, config: Config, journal: Journal,
     run, data = fitted.run, fitted.data
     if not config.training.uncertainty or not isinstance(data, FrameData):
         return
-    if ranks.broadcast(ranks.is_rank_zero and has_uncertainty(run)):
-        return
     device = evaluation_device(config.trainer.get("accelerator"))
-    try:
-        fit_uncertainty(run, data=data, device=device, most_frames=FRAMES_AFTER_TRAINING, ranks=ranks)
-    except ForgefieldError as error:
-        if ranks.is_rank_zero:
-            journal.notify(f"No uncertainties were computed (training.uncertainty): {error}")
+    for head in heads_of(run):
+        if ranks.broadcast(ranks.is_rank_zero and has_uncertainty(run, head)):
+            continue
+        try:
+            fit_uncertainty(run, data=data, device=device, most_frames=FRAMES_AFTER_TRAINING, ranks=ranks, head=head)
+        except ForgefieldError as error:
+            if ranks.is_rank_zero:
+                journal.notify(f"No uncertainties were computed (training.uncertainty): {error}")
+
+
+def heads_of(run: Run) -> list[str | None]:
+    """The branches of the model of a run; None for a model with one energy."""
+    return [*branch_names(run.info["model"])] or [None]
 
 
 def training_data(run: Run) -> FrameData:
@@ -267,7 +280,8 @@ def training_data(run: Run) -> FrameData:
         )
     config = run.config
     try:
-        return read_data(config.data, config.seed, keep_species=bool(run.info["keep_species"]))
+        branches = branch_names(run.info["model"])
+        return read_data(config.data, config.seed, branches=branches, keep_species=bool(run.info["keep_species"]))
     except ForgefieldError as error:
         raise ForgefieldError(f"The training data of run {run.name} is not available: {error}") from error
 
@@ -275,18 +289,22 @@ def training_data(run: Run) -> FrameData:
 class _Rows:
     """The frames of a data set that this process uses: its share of at most `most` evenly spaced ones.
 
-    total: number of frames that all processes use.
+    branch: use frames of this branch only. total: number of frames that all processes use.
     """
 
-    def __init__(self, dataset: GraphDataset, most: int | None, ranks: Ranks) -> None:
-        n = len(dataset)
-        rows = np.arange(n) if most is None or n <= most else np.linspace(0, n - 1, most).astype(np.int64)
+    def __init__(self, dataset: GraphDataset, most: int | None, ranks: Ranks, branch: str | None = None) -> None:
+        rows = np.arange(len(dataset))
+        if branch is not None:
+            rows = np.flatnonzero(dataset.frames.branch_of_frame([branch]) == 0)
+        if most is not None and len(rows) > most:
+            rows = rows[np.linspace(0, len(rows) - 1, most).astype(np.int64)]
+        self.every = rows
         self.dataset, self.total = dataset, len(rows)
         self.rows = rows[ranks.rank :: ranks.world_size]
 
     def batches(self, potential: Potential, device: torch.device, *, alone: bool = False) -> Iterator[Batch]:
         """alone: a single frame, which every process has."""
-        for rows in [np.zeros(1, dtype=np.int64)] if alone else self._parts():
+        for rows in [self.every[:1]] if alone else self._parts():
             yield with_edges(to_device(self.dataset.batch(rows), device), potential.cutoff)
 
     def _parts(self) -> Iterator[np.ndarray]:

@@ -10,9 +10,10 @@ import torch
 from forgefield.cli import Parser
 from forgefield.cli import data as data_command
 from forgefield.data.batch import BatchSpec
-from forgefield.data.inspection.inspect import inspect_frames
+from forgefield.data.inspection.inspect import inspect_table
 from forgefield.data.module import read_data
 from forgefield.data.options import BatchOptions, DataOptions, UnitOptions
+from forgefield.data.store.table import FrameTable
 from forgefield.errors import ForgefieldError
 
 
@@ -150,7 +151,7 @@ def test_info_points_at_what_is_suspicious(make_frame):
     frames[7] = make_frame([8, 1, 1], energy=-500.0, forces=None, source="w.xyz", index=7,
                            positions=[[0, 0, 0], [0, 0, 0.2], [0, 1, 0]])  # fmt: skip
     frames.append(frames[0])
-    remarks = "\n".join(inspect_frames(frames).remarks)
+    remarks = "\n".join(inspect_table(FrameTable.from_frames(frames)).remarks)
     assert "1 frame with atoms closer than half the sum of their covalent radii: w.xyz, frame 7" in remarks
     assert "1 frame identical to an earlier one: w.xyz, frame 0" in remarks
     assert "eV/A: w.xyz, frame 5" in remarks

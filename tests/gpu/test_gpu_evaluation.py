@@ -12,8 +12,13 @@ from ase.md.verlet import VelocityVerlet
 from forgefield.data.frame import Frame
 from forgefield.inference.ase import Calculator
 from forgefield.inference.engine.device import DeviceEngine, Systems
+from forgefield.inference.lammps.evaluator import Evaluator, Share
+from forgefield.kernels.convolution import passes as convolution
 from forgefield.kernels.core.runtime import has_triton
+from forgefield.models.edges import edge_vectors
 from forgefield.models.potential import Potential, float64_copy
+from tests.support.mace_kernel_cases import CASES as MACE_CASES
+from tests.support.mace_kernel_cases import mace
 from tests.support.structures import make_batch, make_frame, make_potential
 
 pytestmark = pytest.mark.skipif(
@@ -157,6 +162,41 @@ def test_other_models(model):
     wanted = expected(float64_copy(potential), frames)
     assert_equal(engine.evaluate(positions, cells), wanted, 1e-9)
     assert engine._program.captured, messages
+
+
+@pytest.mark.parametrize("case", MACE_CASES)
+def test_mace(case):
+    frames = CASES["several"]()
+    potential = mace("float64", **MACE_CASES[case]).to(DEVICE).eval().requires_grad_(False)
+    engine, positions, cells = engine_of(potential, frames)
+    wanted = expected(float64_copy(potential), frames)
+    assert_equal(engine.evaluate(positions, cells), wanted, 1e-9)
+    assert engine._program.captured
+
+
+def test_edges_from_another_program_while_their_number_changes():
+    potential, messages = potential_of(), []
+    by_engine, eager = (Evaluator(potential, engine=engine, notify=messages.append) for engine in (True, False))
+    frame = make_frame(8, seed=1, box=4.6)
+    for scale in (1.0, 1.02, 0.98, 0.8, 1.5):
+        scaled = Frame(scale * frame.positions, frame.numbers, scale * frame.cell, frame.pbc)
+        batch = {name: tensor.to(DEVICE) for name, tensor in make_batch(scaled).items()}
+        share = Share(len(batch["species"]), batch["species"], *batch["edge_index"], edge_vectors(batch))
+        found, wanted = by_engine.evaluate(share), eager.evaluate(share)
+        torch.testing.assert_close(found.energies, wanted.energies, rtol=1e-10, atol=1e-10)
+        torch.testing.assert_close(found.slopes, wanted.slopes, rtol=1e-9, atol=1e-10)
+    assert len(messages) == 1
+
+
+def test_forces_in_ranges_of_edges(monkeypatch):
+    """As for a million atoms, whose rows of edges do not fit into the memory."""
+    potential, frames = potential_of("float32"), CASES["triclinic"]()
+    engine, positions, cells = engine_of(potential, frames)
+    wanted = engine.evaluate(positions, cells).forces.clone()
+    monkeypatch.setattr(convolution, "row_limit", lambda device: 20_000)
+    engine, positions, cells = engine_of(potential, frames)
+    torch.testing.assert_close(engine.evaluate(positions, cells).forces, wanted, rtol=1e-5, atol=1e-6)
+    assert engine._program.captured
 
 
 def test_dynamics_in_ase_conserves_the_energy_of_the_eager_model():

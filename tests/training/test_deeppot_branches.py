@@ -21,6 +21,7 @@ from forgefield.config.deepmd import translation
 from forgefield.config.loading import load_config
 from forgefield.data.module import read_data
 from forgefield.errors import ForgefieldError
+from forgefield.inference.uncertainty import load_uncertainty
 from forgefield.models.building import build_model
 from forgefield.models.deeppot.importer import read_deepmd
 from forgefield.runs import Run
@@ -29,6 +30,7 @@ from forgefield.training.engines.script import ScriptEngine
 from forgefield.training.engines.step import StepFunction
 from forgefield.training.problem.model_options import build_task
 from forgefield.training.problem.transfer import shifts_of
+from forgefield.trust.uncertainty import fit_uncertainty
 from tests.support.deepmd_systems import several_input
 from tests.support.engine_cases import difference
 from tests.support.launching import ranks, weights
@@ -320,3 +322,22 @@ def test_statistics_and_checkpoints_are_those_of_deepmd_kit(trained, tmp_path):
         assert np.allclose(again.eval()(batch)["energy"].numpy(), there[f"{name}_energy"], rtol=0, atol=1e-10)
     with pytest.raises(ForgefieldError, match="it holds several models \\(wet, dry\\); choose one with --head"):
         read_deepmd(checkpoint)
+
+
+def test_each_branch_has_uncertainties_of_its_own(tmp_path):
+    run = api.train(several_input(tmp_path), f"out={tmp_path}/runs", "data.val=4", "data.split_seed=2")
+    batch = frames_of(run, [0])
+    stored = {head: load_uncertainty(run, head=head) for head in ("dry", "wet")}
+    assert sum(stored[head].about["training_energies"] for head in stored) == 5
+    assert sum(stored[head].about["validation_energies"] for head in stored) == 4
+    assert not torch.equal(stored["dry"].factor, stored["wet"].factor)
+    for head in stored:
+        fitted = fit_uncertainty(run, head=head)
+        potential = load(run, head=head)
+        expected = fitted.evaluate(potential, batch)["energy_uncertainty"]
+        assert torch.allclose(stored[head].evaluate(potential, batch)["energy_uncertainty"], expected)
+        packaged = Run.open(api.export(run, tmp_path / f"{head}.ff", head=head))
+        found = load_uncertainty(packaged).evaluate(packaged.load_potential(), batch)["energy_uncertainty"]
+        assert torch.equal(found, expected)
+        calculator = Calculator(run, head=head, uncertainty="energy")
+        assert "energy_uncertainty" in calculator.implemented_properties

@@ -7,7 +7,7 @@ import pytest
 import forgefield
 from forgefield import api
 from forgefield.api import predict, train
-from forgefield.inference.uncertainty import has_uncertainty, load_uncertainty, uncertainty_path
+from forgefield.inference.uncertainty import has_uncertainty, load_uncertainty
 from forgefield.models.interface import AtomisticModel
 from forgefield.runs import Run
 from forgefield.tasks.calibration import calibration_metrics
@@ -29,7 +29,7 @@ def test_a_training_ends_with_uncertainties(run) -> None:
 
 def test_the_same_training_without_uncertainties_has_the_same_checkpoints(run, tmp_path) -> None:
     other = train(tiny_config(tmp_path, training={"lr": 0.01, "ema": 0.9, "tensorboard": 0, "uncertainty": False}))
-    assert not uncertainty_path(other).exists()
+    assert not other.uncertainty_path().exists()
     assert 'id="uncertainty"' not in (other.path / "report.html").read_text()
     for which in ("best", "last"):
         assert other.read_weights(which).sha256 == run.read_weights(which).sha256
@@ -48,7 +48,7 @@ def test_a_model_without_a_last_layer_is_trained_without(tmp_path, capfd, monkey
 
     monkeypatch.setattr(NequIP, "last_layer", AtomisticModel.last_layer)
     trained = train(tiny_config(tmp_path))
-    assert not uncertainty_path(trained).exists()
+    assert not trained.uncertainty_path().exists()
     printed = " ".join(capfd.readouterr().out.split())
     assert "No uncertainties were computed (training.uncertainty): NequIP does not define its last layer" in printed
 

@@ -7,7 +7,6 @@ import pytest
 import forgefield
 from forgefield.api import train
 from forgefield.errors import ForgefieldError
-from forgefield.inference.uncertainty import uncertainty_path
 from forgefield.runs import Run
 from forgefield.trust.choosing import METHODS, d_optimal, farthest_points, most_uncertain, nearest_distances
 from forgefield.trust.selection_figure import principal_axes
@@ -142,10 +141,10 @@ def test_labels_of_the_pool_are_kept(run, tmp_path) -> None:
 
 
 def test_missing_uncertainties_are_computed_first(run) -> None:
-    uncertainty_path(run).unlink(missing_ok=True)
+    run.uncertainty_path().unlink(missing_ok=True)
     messages: list[str] = []
     forgefield.select(run.path, emt_frames(3, seed=60), 1, notify=messages.append)
-    assert uncertainty_path(run).exists()
+    assert run.uncertainty_path().exists()
     assert messages[0].startswith("Computing the uncertainties of run tiny")
 
 

@@ -12,7 +12,6 @@ from forgefield.inference.uncertainty import (
     LastLayerUncertainty,
     has_uncertainty,
     load_uncertainty,
-    uncertainty_path,
 )
 from forgefield.models.edges import EdgeContext
 from forgefield.runs import Run
@@ -197,7 +196,7 @@ def test_uncertainty_grows_away_from_the_training_data(run) -> None:
 
 
 def test_a_run_without_uncertainties_names_the_command(run, tmp_path) -> None:
-    uncertainty_path(run).unlink(missing_ok=True)
+    run.uncertainty_path().unlink(missing_ok=True)
     with pytest.raises(ForgefieldError, match="forgefield uncertainty"):
         Calculator(run, uncertainty="energy")
     with pytest.raises(ForgefieldError, match="choose one of energy, forces"):
@@ -218,8 +217,8 @@ def test_uncertainties_of_other_weights_are_refused(run) -> None:
 
 def test_a_damaged_file_is_reported_and_computed_again(run) -> None:
     fit_uncertainty(run)
-    content = uncertainty_path(run).read_bytes()
-    uncertainty_path(run).write_bytes(content[:-8] + bytes(8))
+    content = run.uncertainty_path().read_bytes()
+    run.uncertainty_path().write_bytes(content[:-8] + bytes(8))
     with pytest.raises(ForgefieldError, match=r"uncertainty\.safetensors is damaged"):
         load_uncertainty(run)
     assert not has_uncertainty(run)

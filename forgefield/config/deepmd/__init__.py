@@ -2,11 +2,10 @@
 
 from forgefield.config.deepmd.translation import (
     Translation,
-    convert_input,
     is_deepmd_input,
     read_input,
     translate,
     translation,
 )
 
-__all__ = ["Translation", "convert_input", "is_deepmd_input", "read_input", "translate", "translation"]
+__all__ = ["Translation", "is_deepmd_input", "read_input", "translate", "translation"]

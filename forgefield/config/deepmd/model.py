@@ -18,7 +18,6 @@ OTHER_DESCRIPTORS = (
     *("loc_frame", "se_e3", "se_at", "se_a_3be", "se_t", "se_e3_tebd", "se_a_tpe", "se_a_ebd", "se_a_ebd_v2"),
     *("se_a_tpe_v2", "se_a_mask", "dpa2", "dpa3", "dpa4", "dpa4c", "se_zm", "SeZM", "hybrid"),
 )
-FITTINGS = ("ener", "property", "dos", "dipole", "polar")
 OTHER_FITTINGS = ("dpa4_ener", "sezm_ener", "population", "global_polar", "wfc")
 OTHER_MODELS = ("dpa4", "DPA4", "dpa4c", "SeZM", "sezm", "frozen", "pairtab", "pairwise_dprc", "linear_ener")
 PRECISIONS = {

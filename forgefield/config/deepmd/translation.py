@@ -145,39 +145,3 @@ def read_input(file: Path) -> Any:
         raise ForgefieldError(f"{file}, line {error.lineno}: this is not valid JSON: {error.msg}.") from error
     except ValueError as error:
         raise ForgefieldError(f"{file}: this is not valid JSON: {error}.") from error
-
-
-def convert_input(file: Path, out: Path | None = None, *, overwrite: bool = False) -> str:
-    """The config of an input file of DeePMD-kit as commented YAML, which is written to `out` if that is a path.
-
-    Relative paths remain as they are if they are valid for the config, and become absolute otherwise.
-    """
-    from forgefield.config.loading import load_config
-    from forgefield.config.nequip import convert_nequip, is_nequip_config
-    from forgefield.config.template import require_config_path, write_config, yaml_with_comments
-
-    if out is not None:
-        require_config_path(out, overwrite=overwrite)
-    content = read_input(file)
-    if is_nequip_config(content):
-        return convert_nequip(file, out, overwrite=overwrite)
-    if not is_deepmd_input(content):
-        raise ForgefieldError(
-            f"{file} is not an input of DeePMD-kit, which has the sections 'training' and 'model' with a type_map, nor of "
-            "NequIP, which has 'data', 'trainer' and 'training_module'."
-        )
-    translated = translation(content, file)
-    checked = load_config(file)
-    values = translated.config
-    folders = {path.absolute().parent for path in (file, out or file)} | {Path.cwd()}
-    if len(folders) > 1:
-        data = {"train": checked.data.train, "val": checked.data.val}
-        values = {**values, "data": {**values["data"], **data}}
-    header = [f"The run of {file.name}, an input of DeePMD-kit; written by `forgefield convert-config`."]
-    if translated.notes:
-        header.append("Keys that do not correspond to a setting:")
-        header += [f"  {key}: {text}" for key, text in translated.notes.items()]
-    text = yaml_with_comments(values, header="\n".join(header), notes=COMMENTS)
-    if out is not None:
-        write_config(out, text)
-    return text

@@ -18,7 +18,6 @@ from forgefield.config.nequip.model import ModelTranslation, translate_model
 from forgefield.config.nequip.resolving import resolved
 from forgefield.config.nequip.section import NequIPSection
 from forgefield.config.nequip.training import translate_module, translate_trainer
-from forgefield.config.sources import read_yaml
 from forgefield.errors import ForgefieldError
 
 BY_TYPE = ("per_edge_type_cutoff", "energy_scales", "avg_num_neighbours")
@@ -127,27 +126,3 @@ def _by_symbol(value: Any, symbols: Mapping[str, str]) -> Any:
     if not isinstance(value, Mapping):
         return value
     return {symbols.get(str(name), str(name)): _by_symbol(item, symbols) for name, item in value.items()}
-
-
-def convert_nequip(file: Path, out: Path | None = None, *, overwrite: bool = False) -> str:
-    """The config of a NequIP file as commented YAML, which is written to `out` if that is a path."""
-    from forgefield.config.loading import load_config
-    from forgefield.config.template import require_config_path, write_config, yaml_with_comments
-
-    if out is not None:
-        require_config_path(out, overwrite=overwrite)
-    translated = nequip_translation(read_yaml(file), file)
-    checked = load_config(file)
-    values = translated.config
-    folders = {path.absolute().parent for path in (file, out or file)} | {Path.cwd()}
-    if len(folders) > 1:
-        paths = {"train": checked.data.train, "val": checked.data.val, "test": checked.data.test}
-        values = {**values, "data": {**values["data"], **paths}}
-    header = [f"The run of {file.name}, a config of NequIP; written by `forgefield convert-config`."]
-    if translated.notes:
-        header.append("Keys that do not correspond to a setting:")
-        header += [f"  {key}: {text}" for key, text in translated.notes.items()]
-    text = yaml_with_comments(values, header="\n".join(header), notes=COMMENTS)
-    if out is not None:
-        write_config(out, text)
-    return text

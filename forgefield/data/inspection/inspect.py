@@ -7,13 +7,12 @@ examined for a selection of frames only, or not at all, is reported.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 
 import numpy as np
 from ase.data import atomic_numbers, chemical_symbols
 
-from forgefield.data.frame import Frame
 from forgefield.data.inspection.survey import Progress, Survey, row_blocks, survey_table
 from forgefield.data.inspection.suspicions import LARGE_FORCES, isolated_atom_warnings, label_warnings, named
 from forgefield.data.references import unit_suspicion
@@ -95,11 +94,6 @@ def inspect_table(table: FrameTable, cutoff: float = 5.0, progress: Progress | N
         remarks=remarks,
         limits=_limits(table, survey),
     )
-
-
-def inspect_frames(frames: Sequence[Frame], cutoff: float = 5.0) -> Inspection:
-    """The same for frames in memory."""
-    return inspect_table(FrameTable.from_frames(frames), cutoff)
 
 
 def _within(progress: Progress | None, begin: float, end: float) -> Progress | None:

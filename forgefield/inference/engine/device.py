@@ -37,6 +37,8 @@ step before."""
 MOST_CAPTURED = 2**24
 """Edges of the largest program that is captured: beyond, launches take no noticeable time, and a captured graph would need
 memory of its own in addition to that of the steps before its capture."""
+BLANK_ATOMS = 8
+"""Atoms that the edges that are left over are distributed to."""
 MOST_PROGRAMS = 4
 """Programs that are kept, the latest ones."""
 
@@ -322,8 +324,7 @@ class _Travel:
 def planned_size(systems: int, atoms: int, listed: int, edges: int) -> ProgramSize:
     """Sizes for systems of these sizes, with room for the variation of the numbers of edges."""
     room = 2 * -(-max(int(edges * (1 + SPARE)), edges + EDGES_PER_ATOM) // 2)
-    blank = -(-(room - edges) // EDGES_PER_ATOM) + 1
-    return ProgramSize(systems + 1, atoms + blank, max(int(listed * (1 + SPARE)), listed + EDGES_PER_ATOM), room)
+    return ProgramSize(systems + 1, atoms + BLANK_ATOMS, max(int(listed * (1 + SPARE)), listed + EDGES_PER_ATOM), room)
 
 
 def _inverse(cell: Tensor, pbc: Tensor) -> Tensor:

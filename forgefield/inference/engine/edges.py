@@ -101,7 +101,7 @@ class _EdgeProgram:
         self.vectors = torch.zeros(self.n_edges, 3, dtype=torch.float64, device=device)
         self.energies = torch.zeros(self.n_atoms, dtype=torch.float64, device=device)
         self.slopes = torch.zeros(self.n_edges, 3, dtype=torch.float64, device=device)
-        self.run: Callable[[], object] = self._compute
+        self._graph: torch.cuda.CUDAGraph | None = None
 
     def holds(self, n_atoms: int, n_edges: int) -> bool:
         """Whether there is room, and not far too much."""
@@ -122,7 +122,13 @@ class _EdgeProgram:
     def capture(self, pool: object) -> None:
         """From now on, replay a CUDA graph. pool: memory shared with other graphs."""
         self._graph = captured_evaluation(self._compute, pool)
-        self.run = self._graph.replay
+
+    def run(self) -> None:
+        """Evaluate what was loaded."""
+        if self._graph is None:
+            self._compute()
+        else:
+            self._graph.replay()
 
     def _compute(self) -> None:
         batch = edge_batch(self.species, self.index)

@@ -8,7 +8,7 @@ Sizes include at least one blank system, which has all atoms and edges that are 
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -110,9 +110,8 @@ class Program:
         self.staged: Tensor | None = None
         """Copies of input and output in the memory of the host, where they are used."""
         self.fetched: Tensor | None = None
-        self._run: Callable[[], object] = self._compute
-        self._build: Callable[[], object] = self.builder.build
-        self._graphs: list[torch.cuda.CUDAGraph] = []
+        self._graphs: tuple[torch.cuda.CUDAGraph, torch.cuda.CUDAGraph] | None = None
+        """Of a build of the lists and of an evaluation, where they have been captured."""
 
     # ---- what is written between runs
 
@@ -160,23 +159,28 @@ class Program:
 
     def run(self) -> None:
         """Evaluate what is in `input`."""
-        self._run()
+        if self._graphs is None:
+            self._compute()
+        else:
+            self._graphs[1].replay()
 
     def build_lists(self) -> None:
         """Build neighbour lists for the positions and cells in `input`. Where they do not fit, the status of the next run says
         so."""
-        self._build()
+        if self._graphs is None:
+            self.builder.build()
+        else:
+            self._graphs[0].replay()
 
     def capture(self, pool: object) -> None:
         """From now on, replay a CUDA graph. Lists and systems must have been set. pool: memory shared with other graphs."""
 
-        graphs = [captured_evaluation(function, pool) for function in (self.builder.build, self._compute)]
-        self._build, self._run = (graph.replay for graph in graphs)
-        self._graphs = graphs
+        build = captured_evaluation(self.builder.build, pool)
+        self._graphs = build, captured_evaluation(self._compute, pool)
 
     @property
     def captured(self) -> bool:
-        return bool(self._graphs)
+        return self._graphs is not None
 
     def _compute(self) -> None:
         settings, near = self.settings, self.near
@@ -195,7 +199,7 @@ class Program:
         self.status.copy_(near.status)
         batch = self._batch()
         with execution(kernels=True), evaluation():
-            graph = edge_graph(batch)
+            graph = replace(edge_graph(batch), pointers=near.pointers)
             atomic, slope = energies_and_slopes(
                 self.potential, batch, graph, near.vectors, self.fixed, gradients=settings.gradients
             )
@@ -203,8 +207,7 @@ class Program:
                 virials = torch.zeros((self.size.atoms, 9), dtype=torch.float64, device=self.device)
             else:
                 virials = torch.empty((self.size.atoms, 9), dtype=torch.float64, device=self.device)
-                pointers = graph.by_destination.pointers
-                sum_over_edges(slope, near.vectors, pointers, near.reverse, self.forces, virials)
+                sum_over_edges(slope, near.vectors, near.pointers, near.reverse, self.forces, virials)
             self.atomic.copy_(atomic)
             parts = torch.empty((self.size.systems, self.n_shares, 10), dtype=torch.float64, device=self.device)
             sum_over_frames(self.atomic, virials, self.first_atoms, self.cell, parts, self.energy, self.stress)

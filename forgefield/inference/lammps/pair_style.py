@@ -131,7 +131,7 @@ class PairModel:
         run.require_single_model("used by this pair style")
         self.device = choose_device(options.device)
         potential = load_for_evaluation(run, options.which, self.device, options.dtype, options.head)
-        uncertainty = load_uncertainty(run, options.which) if options.uncertainty else None
+        uncertainty = load_uncertainty(run, options.which, options.head) if options.uncertainty else None
         self.evaluator = Evaluator(potential, uncertainty)
         self.species_of_type: Tensor | None = None
 

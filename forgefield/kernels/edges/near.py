@@ -46,11 +46,12 @@ class SkinLists:
 
 @dataclass(frozen=True)
 class NearEdges:
-    """Edges within the cutoff, sorted by destination, then those of blank atoms.
+    """Edges within the cutoff, sorted by destination, then some that are left over, which connect blank atoms.
 
     index: (2, n_edges) int64, source and destination. vectors: (n_edges, 3) float64, A. reverse: (n_edges,) int64. status: (5,)
     int64, see `MOVED`; with a count above n_edges the edges are not valid.
-    counts: (n_atoms,) int64, ends: (n_atoms,) int64, place: as many as the lists have edges, int32; intermediate results.
+    pointers: (n_atoms + 1,) int64, first edge of each atom; edges from the last of them on belong to no atom.
+    counts: (n_atoms,) int64, place: as many as the lists have edges, int32; intermediate results.
     """
 
     index: Tensor
@@ -58,7 +59,7 @@ class NearEdges:
     reverse: Tensor
     status: Tensor
     counts: Tensor
-    ends: Tensor
+    pointers: Tensor
     place: Tensor
 
     @classmethod
@@ -74,7 +75,7 @@ class NearEdges:
             reverse=zeros(n_edges),
             status=zeros(5),
             counts=zeros(n_atoms),
-            ends=zeros(n_atoms),
+            pointers=zeros(n_atoms + 1),
             place=zeros(n_listed, dtype=torch.int32),
         )
 
@@ -122,10 +123,10 @@ def select_near(
         block=32,
         num_warps=1,
     )
-    torch.cumsum(out.counts, 0, out=out.ends)
+    ends = torch.cumsum(out.counts, 0, out=out.pointers[1:])
     _kernels().fill_near[(n_atoms,)](
         **common,
-        ends=out.ends,
+        ends=ends,
         counts=out.counts,
         index=out.index,
         vectors=out.vectors,
@@ -135,7 +136,7 @@ def select_near(
         num_warps=1,
     )
     _kernels().finish_near[(-(-max(n_edges, n_listed) // EDGES),)](
-        ends=out.ends,
+        ends=ends,
         pointers=lists.pointers,
         list_reverse=lists.reverse,
         place=out.place,

@@ -20,6 +20,7 @@ from torch import Tensor
 
 from forgefield.errors import ForgefieldError
 from forgefield.models.deeppot.deepmd_networks import TYPES, Tree
+from forgefield.models.deeppot.deepmd_tables import joined_table
 from forgefield.models.deeppot.options import EnergyFittingOptions, SeE2AOptions, fitting_part
 from forgefield.models.deeppot.se_atten import SeAttenOptions, SeAttenV2Options
 from forgefield.untrusted.archives import check_expansion
@@ -136,7 +137,7 @@ def _read_frozen(path: Path) -> Tree:
         for key, value in attributes.items()
         if isinstance(value, Tensor)
     }
-    tree = _checkpoint_tree(path, settings, arrays)
+    tree = _checkpoint_tree(path, settings, arrays, attributes.get("atomic_model.smin_alpha"))
     return tree | {"version": "frozen model"}
 
 
@@ -151,8 +152,15 @@ def _attributes(value: object, names: tuple[str, ...]) -> Iterator[tuple[str, An
         yield ".".join(names), value
 
 
-def _checkpoint_tree(path: Path, settings: Mapping[str, Any], arrays: Mapping[str, np.ndarray]) -> Tree:
-    kind = "zbl" if "use_srtab" in settings else settings.get("type", "standard")
+def _checkpoint_tree(
+    path: Path, settings: Mapping[str, Any], arrays: Mapping[str, np.ndarray], smin_alpha: float | None = None
+) -> Tree:
+    if "use_srtab" in settings and "models.1.tab_data" in arrays:
+        network = {key.removeprefix("models.0."): value for key, value in arrays.items() if key.startswith("models.0.")}
+        without = {key: value for key, value in settings.items() if key != "use_srtab"}
+        standard = _checkpoint_tree(path, without, network)
+        return standard | {"model": joined_table(standard["model"], arrays, settings, smin_alpha)}
+    kind = settings.get("type", "standard")
     section = dict(settings["descriptor"])
     defaults = {"se_atten_v2": SeAttenV2Options, **dict.fromkeys(("se_atten", "dpa1"), SeAttenOptions)}
     descriptor = asdict(defaults.get(section.get("type", ""), SeE2AOptions)())

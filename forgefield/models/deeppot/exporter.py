@@ -25,6 +25,7 @@ from forgefield.errors import ForgefieldError
 from forgefield.files import written_atomically
 from forgefield.models.deeppot.deepmd_attention import attention_tree
 from forgefield.models.deeppot.deepmd_networks import Tree, fitting_tree, precision_of
+from forgefield.models.deeppot.deepmd_tables import table_tree
 from forgefield.models.deeppot.fitting import Fitting
 from forgefield.models.deeppot.model import DeepPot
 from forgefield.models.deeppot.networks import Networks
@@ -64,9 +65,16 @@ def write_deepmd(potential: Potential, path: str | os.PathLike[str], *, sel: Seq
 def model_tree(model: DeepPot, sel: list[int] | None = None) -> Tree:
     """The model as a tree of settings and arrays, as in DeePMD-kit's files."""
     options = model.options
-    if options.zbl or options.srtab is not None:
-        key = "zbl" if options.zbl else "use_srtab"
-        raise ForgefieldError(f"the model has {key}, which cannot be exported to DeePMD-kit.")
+    if options.zbl:
+        raise ForgefieldError(
+            "the model adds the ZBL repulsion (model.zbl), which DeePMD-kit does not have; its models have a table of pair "
+            "energies (model.use_srtab)."
+        )
+    if options.srtab is not None and not model.descriptor.mixed_types:
+        raise ForgefieldError(
+            f"the model has a pair table (use_srtab) with the descriptor {model.descriptor.options.type}; DeePMD-kit's PyTorch "
+            "accepts a table with se_atten only."
+        )
     kind = model.descriptor.options.type
     if isinstance(model.descriptor, SeAtten):
         if sel is not None:
@@ -77,20 +85,21 @@ def model_tree(model: DeepPot, sel: list[int] | None = None) -> Tree:
         descriptor = _descriptor(model, described, embedding)
     species = list(model.species)
     fitting, out_bias, out_std = _fitting_and_statistics(model, weights)
+    standard = {
+        "@class": "Model",
+        "@version": 2,
+        "type": "standard",
+        "type_map": species,
+        "atom_exclude_types": list(model.unseen),
+        "pair_exclude_types": [list(pair) for pair in options.pair_exclude_types],
+        "rcond": None,
+        "preset_out_bias": None,
+        "@variables": {"out_bias": out_bias[None], "out_std": out_std[None]},
+        "descriptor": descriptor,
+        "fitting": fitting,
+    }
     return {
-        "model": {
-            "@class": "Model",
-            "@version": 2,
-            "type": "standard",
-            "type_map": species,
-            "atom_exclude_types": list(model.unseen),
-            "pair_exclude_types": [list(pair) for pair in options.pair_exclude_types],
-            "rcond": None,
-            "preset_out_bias": None,
-            "@variables": {"out_bias": out_bias[None], "out_std": out_std[None]},
-            "descriptor": descriptor,
-            "fitting": fitting,
-        },
+        "model": standard if options.srtab is None else table_tree(standard, options, model.cutoff),
         "model_def_script": {},
         "software": "forgefield",
         "version": __version__,

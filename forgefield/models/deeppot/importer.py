@@ -8,6 +8,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Mapping
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
@@ -30,6 +31,7 @@ from forgefield.models.deeppot.deepmd_networks import (
     refuse,
     stacked_state,
 )
+from forgefield.models.deeppot.deepmd_tables import split_table
 from forgefield.models.importing import ImportedModel, Importer, ImportRequest
 from forgefield.models.resolving import resolve_model
 
@@ -59,9 +61,16 @@ IMPORTER = DeepmdImporter()
 
 
 def _assemble(path: Path, tree: Tree) -> ImportedModel:
-    model = tree["model"]
+    model, table = tree["model"], dict[str, Any]()
+    if model["type"] == "zbl":
+        try:
+            model, table = split_table(model)
+        except ForgefieldError as error:
+            raise ForgefieldError(f"{path}: {error}") from error
     if model["type"] != "standard":
-        raise ForgefieldError(f"{path} is a model of type {model['type']}; standard models can be imported.")
+        raise ForgefieldError(
+            f"{path} is a model of type {model['type']}; standard models, and those with a pair table (zbl), can be imported."
+        )
     species = _species(path, model["type_map"])
     descriptor, fitting = model["descriptor"], model["fitting"]
     if descriptor["type"] not in _DESCRIPTORS:
@@ -89,6 +98,7 @@ def _assemble(path: Path, tree: Tree) -> ImportedModel:
         "pair_exclude_types": [list(pair) for pair in model.get("pair_exclude_types", [])],
         "atom_exclude_types": excluded,
         **biases,
+        **table,
     }
     resolved = resolve_model(section, species=species, cutoff=float(descriptor["rcut"]))
     precision = "float64" if "float64" in (of_descriptor["precision"], of_fitting["precision"]) else "float32"

@@ -101,6 +101,7 @@ class TwoBodyDescriptor(Descriptor[OptionsT]):
         generator: torch.Generator,
     ) -> None:
         super().__init__(options, species=species, cutoff=cutoff, dtype=dtype, generator=generator)
+        self.dim_out = options.neuron[-1]
         n = len(self.species)
         if options.seed is not None:
             generator = torch.Generator().manual_seed(options.seed)
@@ -265,18 +266,6 @@ class SeE2R(TwoBodyDescriptor[SeE2ROptions]):
 
     Options = SeE2ROptions
     columns = 1
-
-    def __init__(
-        self,
-        options: SeE2ROptions,
-        *,
-        species: Sequence[str],
-        cutoff: float,
-        dtype: torch.dtype,
-        generator: torch.Generator,
-    ) -> None:
-        super().__init__(options, species=species, cutoff=cutoff, dtype=dtype, generator=generator)
-        self.dim_out = options.neuron[-1]
 
     def forward(self, batch: Batch, edges: EdgeContext, mask: Tensor | None = None) -> tuple[Tensor, Tensor | None]:
         options, species, graph = self.options, batch["species"], edges.graph

@@ -9,6 +9,7 @@ weights.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from typing import Any, cast
 
 import torch
@@ -261,7 +262,7 @@ class MACE(RegisteredModel[MACEOptions]):
         """Scalar features of each layer, lengths of the edges (n_edges,), A, where they were needed, and their graph."""
         graph, species = edges.graph, batch["species"]
         if self.is_directed:
-            graph = EdgeGraph(graph.source, graph.destination, graph.n_atoms, reverse=graph.reverse)
+            graph = replace(graph, in_pairs=False)
         kernels = by_kernels(self, batch, edges)
         lengths = None
         if not kernels or needs_lengths(self):

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any, cast
 
 import torch
@@ -223,7 +224,7 @@ class NequIP(SpeciesTerms[NequIPOptions]):
     def _graph(self, edges: EdgeContext) -> EdgeGraph:
         graph = edges.graph
         if self.inverse_cutoff.numel() > 1:  # an edge and its reverse may end at different lengths
-            graph = EdgeGraph(graph.source, graph.destination, graph.n_atoms, reverse=graph.reverse)
+            graph = replace(graph, in_pairs=False)
         return graph
 
     @property

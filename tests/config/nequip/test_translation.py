@@ -9,8 +9,9 @@ from ase.calculators.singlepoint import SinglePointCalculator
 from ase.io import write
 
 import forgefield
+from forgefield.config.converting import convert_input
 from forgefield.config.loading import load_config
-from forgefield.config.nequip import convert_nequip, is_nequip_config, nequip_translation
+from forgefield.config.nequip import is_nequip_config, nequip_translation
 from forgefield.config.sources import read_yaml
 from forgefield.errors import ForgefieldError
 
@@ -123,7 +124,7 @@ def test_every_part_becomes_the_setting_with_its_meaning(file):
 def test_the_converted_config_is_the_same_training(file, tmp_path):
     write("cu.xyz", list(frames(2)), format="extxyz")
     out = tmp_path / "converted.yaml"
-    convert_nequip(file, out)
+    convert_input(file, out)
     one, other = load_config(file), load_config(out)
     other.name = one.name
     assert one == other

@@ -18,7 +18,7 @@ from forgefield.config.sources import Sources
 from forgefield.data.batch import SHAPES, BatchSpec, batch_from_frames, batch_shapes, without_labels
 from forgefield.data.dataset import GraphDataset
 from forgefield.data.frame import Frame, check_frame
-from forgefield.data.inspection.inspect import inspect_frames, inspect_table
+from forgefield.data.inspection.inspect import inspect_table
 from forgefield.data.labels.fields import Field
 from forgefield.data.module import read_data
 from forgefield.data.neighbours.interop import to_pyg
@@ -372,7 +372,7 @@ def test_the_data_of_a_run_counts_fields_and_is_told_which_are_learnt(tmp_path):
 
 def test_info_shows_the_range_of_every_field_and_which_frames_lack_it():
     frames = some_frames(30, 12)
-    found = {span.name: span for span in inspect_frames(frames).labels}
+    found = {span.name: span for span in inspect_table(FrameTable.from_frames(frames)).labels}
     for name in SHAPE:
         values = np.concatenate([f.fields[name].reshape(-1) for f in frames if name in f.fields])
         span = found[name]
@@ -387,7 +387,7 @@ def test_info_shows_the_range_of_every_field_and_which_frames_lack_it():
 def test_the_same_structure_with_another_field_is_not_the_same_frame():
     (frame,) = (replace(f, fields={}, per_atom=frozenset()) for f in some_frames(1, 4))
     twice = [replace(frame, fields={"gap": np.array(x)}, index=i) for i, x in enumerate((1.0, 1.0, 2.0))]
-    remarks = inspect_frames(twice).remarks
+    remarks = inspect_table(FrameTable.from_frames(twice)).remarks
     assert any(remark.startswith("1 frame identical to an earlier one: a.xyz, frame 1") for remark in remarks)
     assert any(remark.startswith("1 frame with the structure of an earlier one") for remark in remarks)
 

@@ -19,22 +19,58 @@ from forgefield.data.readers import read_frames
 from forgefield.data.species import SpeciesTable
 from forgefield.errors import ForgefieldError
 from forgefield.models import build_model
+from forgefield.models.deeppot.deepmd_files import read_tree
+from forgefield.models.deeppot.deepmd_tables import split_table
+from forgefield.models.deeppot.exporter import write_deepmd
 from forgefield.models.deeppot.importer import read_deepmd
 
 FIXTURES = Path(__file__).parents[2] / "fixtures" / "deepmd"
 
 
-@pytest.fixture(params=["se_e2_a", "dpa1"])
-def frozen(request, tmp_path) -> tuple[Path, dict[str, np.ndarray]]:
+def stored(folder: Path, file: str) -> tuple[Path, dict[str, np.ndarray]]:
     """A file of tests/fixtures/deepmd/make_frozen.py, and DeePMD-kit's predictions."""
-    path = tmp_path / f"{request.param}.pth"
-    path.write_bytes(lzma.decompress((FIXTURES / f"{path.name}.xz").read_bytes()))
-    with np.load(FIXTURES / f"{request.param}.npz") as results:
+    path = folder / file
+    path.write_bytes(lzma.decompress((FIXTURES / f"{file}.xz").read_bytes()))
+    with np.load(FIXTURES / f"{path.stem}.npz") as results:
         return path, dict(results)
 
 
-def test_predictions_are_those_of_the_frozen_model(frozen):
-    path, expected = frozen
+@pytest.fixture(params=["se_e2_a.pth", "dpa1.pth"])
+def frozen(request, tmp_path) -> tuple[Path, dict[str, np.ndarray]]:
+    return stored(tmp_path, request.param)
+
+
+@pytest.mark.parametrize("file", ["se_e2_a.pth", "dpa1.pth", "zbl.pth", "zbl.dp"])
+def test_predictions_are_those_of_deepmd(file, tmp_path):
+    path, expected = stored(tmp_path, file)
+    assert_same(path, expected)
+    assert np.abs(expected["force"]).max() > 1e-3
+
+
+def test_models_with_a_pair_table_are_exported(tmp_path):
+    path, expected = stored(tmp_path, "zbl.pth")
+    imported = read_deepmd(path)
+    potential = build_model(imported.resolved, precision="float64", seed=0)
+    potential.load_state_dict(imported.state)
+    write_deepmd(potential, tmp_path / "again.dp")
+    assert_same(tmp_path / "again.dp", expected)
+    theirs, ours = (read_tree(file)["model"] for file in (stored(tmp_path, "zbl.dp")[0], tmp_path / "again.dp"))
+    tables = [model["models"][1]["tab"]["@variables"] for model in (theirs, ours)]
+    for name in ("vdata", "tab_info", "tab_data"):
+        np.testing.assert_allclose(tables[1][name], tables[0][name], rtol=1e-9, atol=1e-9, err_msg=name)
+    assert {key: theirs[key] for key in ("type", "sw_rmin", "sw_rmax", "smin_alpha")} == {
+        key: ours[key] for key in ("type", "sw_rmin", "sw_rmax", "smin_alpha")
+    }
+
+
+def test_a_table_with_another_bias_than_the_network_is_refused(tmp_path):
+    tree = read_tree(stored(tmp_path, "zbl.dp")[0])
+    tree["model"]["models"][1]["@variables"]["out_bias"] = np.zeros((1, 2, 1))
+    with pytest.raises(ForgefieldError, match=r"add different energies of species \(srtab_add_bias: false\)"):
+        split_table(tree["model"])
+
+
+def assert_same(path: Path, expected: dict[str, np.ndarray]) -> None:
     imported = read_deepmd(path)
     potential = build_model(imported.resolved, precision=imported.precision, seed=0)
     potential.load_state_dict(imported.state)
@@ -50,7 +86,6 @@ def test_predictions_are_those_of_the_frozen_model(frozen):
     np.testing.assert_allclose(found["forces"], expected["force"][0], rtol=1e-9, atol=1e-11)
     virial = -(found["stress"][0] * torch.linalg.det(batch["cell"])[0]).numpy()
     np.testing.assert_allclose(virial, expected["virial"].reshape(3, 3), rtol=1e-9, atol=1e-11)
-    assert np.abs(expected["force"]).max() > 1e-3
 
 
 def test_the_import_verb_makes_a_run(frozen, tmp_path, capsys):

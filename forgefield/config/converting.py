@@ -1,0 +1,49 @@
+"""Configs of other programs as Forgefield configs with comments."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from forgefield.config.deepmd import is_deepmd_input, read_input, translation
+from forgefield.config.deepmd.translation import COMMENTS as DEEPMD_COMMENTS
+from forgefield.config.loading import load_config
+from forgefield.config.nequip import is_nequip_config, nequip_translation
+from forgefield.config.nequip.translation import COMMENTS as NEQUIP_COMMENTS
+from forgefield.config.template import require_config_path, write_config, yaml_with_comments
+from forgefield.errors import ForgefieldError
+
+
+def convert_input(file: Path, out: Path | None = None, *, overwrite: bool = False) -> str:
+    """The config of an input of DeePMD-kit, NequIP or Allegro as commented YAML, which is written to `out` if that is a path.
+
+    Relative paths remain as they are if they are valid for the config, and become absolute otherwise.
+    """
+    if out is not None:
+        require_config_path(out, overwrite=overwrite)
+    content, sets = read_input(file), ["train", "val"]
+    if is_nequip_config(content):
+        translated, comments = nequip_translation(content, file), NEQUIP_COMMENTS
+        sets.append("test")
+        kind = "a config of NequIP"
+    elif is_deepmd_input(content):
+        translated, comments = translation(content, file), DEEPMD_COMMENTS
+        kind = "an input of DeePMD-kit"
+    else:
+        raise ForgefieldError(
+            f"{file} is not an input of DeePMD-kit, which has the sections 'training' and 'model' with a type_map, nor of "
+            "NequIP, which has 'data', 'trainer' and 'training_module'."
+        )
+    checked = load_config(file)
+    values = translated.config
+    folders = {path.absolute().parent for path in (file, out or file)} | {Path.cwd()}
+    if len(folders) > 1:
+        paths = {name: getattr(checked.data, name) for name in sets}
+        values = {**values, "data": {**values["data"], **paths}}
+    header = [f"The run of {file.name}, {kind}; written by `forgefield convert-config`."]
+    if translated.notes:
+        header.append("Keys that do not correspond to a setting:")
+        header += [f"  {key}: {text}" for key, text in translated.notes.items()]
+    text = yaml_with_comments(values, header="\n".join(header), notes=comments)
+    if out is not None:
+        write_config(out, text)
+    return text

@@ -1,0 +1,131 @@
+"""Models with a pair table (`use_srtab`) in DeePMD-kit's files, where they are of type zbl: a network and a table, mixed.
+
+In Forgefield the table is an option of the network's model. Both parts must add the same energies of species, which DeePMD-kit
+does unless `srtab_add_bias` is false: Forgefield adds one set of them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+from scipy.interpolate import CubicSpline
+
+from forgefield.errors import ForgefieldError
+from forgefield.models.deeppot.deepmd_networks import Tree
+from forgefield.models.deeppot.options import DeepPotOptions
+from forgefield.models.deeppot.short_range import SMIN_ALPHA
+
+
+def split_table(model: Tree) -> tuple[Tree, Tree]:
+    """The standard model in a model of type zbl, with the bias of the whole, and the options of the table."""
+    network, table = model["models"]
+    if network.get("type", "standard") != "standard" or table.get("type") != "pairtab":
+        raise ForgefieldError("the model mixes other things than a network and a pair table.")
+    biases = [np.asarray(part["@variables"]["out_bias"], dtype=np.float64).ravel() for part in (network, table, model)]
+    inner = network["fitting"]["@variables"].get("bias_atom_e")
+    if not np.array_equal(biases[0], biases[1]) or (inner is not None and np.any(inner)):
+        raise ForgefieldError(
+            "network and pair table add different energies of species (srtab_add_bias: false), which is not supported."
+        )
+    for part, name in ((table, "pair table"), (network, "network")):
+        if part.get("atom_exclude_types") or part.get("pair_exclude_types"):
+            raise ForgefieldError(f"the {name} of the model excludes types on its own, which is not supported.")
+    bias = (biases[0] + biases[2]).reshape(1, -1, 1)
+    excluded = {key: model.get(key, []) for key in ("atom_exclude_types", "pair_exclude_types")}
+    standard = {**network, **excluded, "@variables": {**network["@variables"], "out_bias": bias}}
+    rows = np.asarray(table["tab"]["@variables"]["vdata"], dtype=np.float64)
+    options: Tree = {name: float(model[name]) for name in ("smin_alpha", "sw_rmin", "sw_rmax")}
+    energies = rows[:, 1:].tolist()
+    options["srtab"] = {"start": float(table["tab"]["rmin"]), "step": float(table["tab"]["hh"]), "energies": energies}
+    return standard, options
+
+
+def joined_table(
+    standard: Tree, arrays: Mapping[str, np.ndarray], settings: Mapping[str, Any], smin_alpha: float | None
+) -> Tree:
+    """A model of type zbl from the arrays of a checkpoint.
+
+    standard: its network. smin_alpha: as the file states it, A; that in `settings` is of the input, and DeePMD-kit's PyTorch
+    does not use it.
+    """
+    start, step, count, n_types = (float(value) for value in np.ravel(arrays["models.1.tab_info"]))
+    splines = np.asarray(arrays["models.1.tab_data"], dtype=np.float64).reshape(
+        int(n_types), int(n_types), int(count), 4
+    )
+    pairs = [splines[a, b] for a in range(int(n_types)) for b in range(a, int(n_types))]
+    # The constant of each piece is the energy at its beginning; the sum of the last piece that at its end.
+    energies = np.stack([np.append(piece[:, 3], piece[-1].sum()) for piece in pairs], 1)
+    distances = start + step * np.arange(len(energies))
+    table = {
+        "type": "pairtab",
+        "tab": {"rmin": start, "hh": step, "@variables": {"vdata": np.column_stack([distances, energies])}},
+        "@variables": {"out_bias": arrays["models.1.out_bias"]},
+    }
+    return {
+        "type": "zbl",
+        "type_map": settings["type_map"],
+        "atom_exclude_types": settings.get("atom_exclude_types", []),
+        "pair_exclude_types": settings.get("pair_exclude_types", []),
+        "@variables": {"out_bias": arrays["out_bias"]},
+        "models": [standard | {"atom_exclude_types": [], "pair_exclude_types": []}, table],
+        "sw_rmin": settings["sw_rmin"],
+        "sw_rmax": settings["sw_rmax"],
+        "smin_alpha": SMIN_ALPHA if smin_alpha is None else smin_alpha,
+    }
+
+
+def table_tree(standard: Tree, options: DeepPotOptions, cutoff: float) -> Tree:
+    """A model of type zbl for DeePMD-kit. standard: the tree of its network, with the bias of the whole."""
+    assert options.srtab is not None
+    species, bias = standard["type_map"], standard["@variables"]["out_bias"]
+    excluded = {key: standard[key] for key in ("atom_exclude_types", "pair_exclude_types")}
+    common = {"rcond": None, "preset_out_bias": None, "@class": "Model", "@version": 2, "type_map": species}
+    ones = np.ones_like(bias)
+    none: dict[str, list[Any]] = {"atom_exclude_types": [], "pair_exclude_types": []}
+    table = {
+        **common,
+        **none,
+        "type": "pairtab",
+        "@variables": {"out_bias": bias, "out_std": ones},
+        "tab": _tab(options.srtab, len(species), cutoff),
+        "rcut": cutoff,
+        "sel": int(np.sum(standard["descriptor"]["sel"])),
+    }
+    return {
+        **common,
+        **excluded,
+        "type": "zbl",
+        "@variables": {"out_bias": np.zeros_like(bias), "out_std": ones},
+        "models": [standard | none, table],
+        "weights": "mean",
+        **{name: float(getattr(options, name)) for name in ("sw_rmin", "sw_rmax", "smin_alpha")},
+    }
+
+
+def _tab(table: Mapping[str, Any], n_species: int, cutoff: float) -> Tree:
+    """The table itself, and its splines: cubic polynomials in the share of a step."""
+    energies = np.asarray(table["energies"], dtype=np.float64)
+    start, step, count = float(table["start"]), float(table["step"]), len(energies) - 1
+    distances = start + step * np.arange(count + 1)
+    splines = np.zeros((n_species, n_species, count, 4))
+    pairs = [(a, b) for a in range(n_species) for b in range(a, n_species)]
+    for (a, b), column in zip(pairs, energies.T, strict=True):
+        pieces = CubicSpline(distances, column, bc_type="clamped").c.T * step ** np.arange(3, -1, -1)
+        splines[a, b] = splines[b, a] = pieces
+    return {
+        "@class": "PairTab",
+        "@version": 1,
+        "rmin": start,
+        "rmax": float(distances[-1]),
+        "hh": step,
+        "ntypes": n_species,
+        "rcut": cutoff,
+        "nspline": count,
+        "@variables": {
+            "vdata": np.column_stack([distances, energies]),
+            "tab_info": np.array([start, step, count, n_species], dtype=np.float64),
+            "tab_data": splines.ravel(),
+        },
+    }
