@@ -70,6 +70,15 @@ def test_commands_print_the_tables(runs, capsys):
     assert capsys.readouterr().out == f"{forgefield.compare(*paths)}\n"
 
 
+def test_a_table_fits_into_a_terminal(runs):
+    table = forgefield.list_runs(runs)
+    narrow, dropped = table.fitting(80, ("run", "state"))
+    assert max(map(len, narrow.lines())) <= 80
+    assert [column.heading for column in table.columns if column not in narrow.columns] == dropped
+    assert table.fitting(1000) == (table, [])
+    assert [column.key for column in table.fitting(5, ("run", "state"))[0].columns] == ["run", "state"]
+
+
 def test_tables_are_displayed_in_notebooks_and_as_dataframes(runs):
     table = forgefield.list_runs(runs)
     assert "<td>deep/search/c</td>" in table._repr_html_()
