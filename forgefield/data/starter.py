@@ -228,8 +228,9 @@ def propose_split(n_frames: int) -> tuple[float | int | None, float | None]:
 
 
 def propose_task(labels: Mapping[str, int]) -> dict[str, dict[str, float]]:
-    """A weight for each label of the data. Stress in eV/A^3 is a small number, so its weight is large."""
-    weights = {"energy": 1.0, "forces": 1.0, "stress": 100.0}
+    """A weight for each label of the data. Stress in eV/A^3 is a small number, so its weight is large; next to it, forces need
+    more weight than without (docs/guides/choose-settings.md)."""
+    weights = {"energy": 1.0, "forces": 10.0 if labels.get("stress") else 1.0, "stress": 100.0}
     return {label: {"weight": weights[label]} for label, count in labels.items() if count}
 
 
