@@ -191,8 +191,8 @@ class DeviceEngine:
 
     def describe(self) -> str:
         """How systems are evaluated, in a few words."""
-        replayed = self._program is not None and self._program.captured
-        return "captured as a CUDA graph" if replayed else "without capture"
+        large = self._program is not None and not self._program.captured
+        return "captured as a CUDA graph" if self.captured and not large else "without capture"
 
     # ---- parts of an evaluation
 
