@@ -101,8 +101,8 @@ def export(
     out
         File to write.
     to
-        Program that will read it: one of `models.registry.export_formats`, or `mliap` (LAMMPS); default: a package (.ff), which
-        can be used in place of the run.
+        Program that will read it: one of `models.registry.export_formats`, `mliap` (LAMMPS) or `mala`; default: a package
+        (.ff), which can be used in place of the run.
     which, head, trust_code
         As in `load`.
     device
@@ -118,7 +118,7 @@ def export(
         raise ForgefieldError(f"{out} exists already; --force overwrites it, -o FILE names another.")
     if to is not None and licence is not None:
         raise ForgefieldError(f"--licence is stored in packages only; files of {to} have no field for it.")
-    if to in (None, "mliap") and sel is not None:
+    if to in (None, "mliap", "mala") and sel is not None:
         raise ForgefieldError("--sel is an option of --to deepmd.")
     run = Run.open(run, trust_code=trust_code)
     run.require_head(head)
@@ -131,4 +131,8 @@ def export(
 
         return write_mliap(run, out, which=which, head=head)
     run.require_single_model(f"exported to {to}")
+    if to == "mala":
+        from forgefield.ldos.exporter import write_mala
+
+        return write_mala(run, out, which=which)
     return exporter(to)(run.load_potential(which, device, head=head), out, sel=sel)

@@ -6,7 +6,7 @@ belongs to frames or atoms, whether it is extensive, and whether it is equivaria
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 
 import numpy as np
 import torch
@@ -14,15 +14,24 @@ from ase.data import atomic_numbers
 
 from forgefield.checks.derivatives import check_cutoff
 from forgefield.checks.probe import CheckResult, Probe, edited, judged, molecule
-from forgefield.checks.symmetry import doubled_cell, gradients_are_finite, in_a_cell, random_orthogonal
+from forgefield.checks.symmetry import gradients_are_finite
+from forgefield.checks.transformations import (
+    PERMUTATION,
+    REFLECTION,
+    ROTATION,
+    SUPERCELL,
+    TRANSLATION,
+    WRAPPING,
+    Symmetry,
+    Transformed,
+    mixed_batch,
+)
 from forgefield.data.frame import Frame
 from forgefield.models.interface import ExtraOutput
 from forgefield.models.predictor import FORCES, Predictor
 
 Values = dict[str, np.ndarray]
 """Outputs of one frame, in units of their scales: (*shape) or (n_atoms, *shape)."""
-Expectation = Callable[[ExtraOutput, np.ndarray], np.ndarray]
-"""From the declaration of an output and its value for a frame to the value expected for the changed frame."""
 RANKS = {"vector": 1, "symmetric": 2, "tensor": 2}
 """Kinds of equivariant outputs, and the number of their axes that are rotated."""
 TOLERANCE = 1e-9
@@ -71,89 +80,42 @@ class OutputProbe(KeyedProbe):
 def check_outputs(probe: OutputProbe, frames: Sequence[Frame], random: np.random.Generator) -> list[CheckResult]:
     """Results of all checks, each for all outputs."""
     return [
-        _orthogonal(probe, frames, random, "rotation", +1, "outputs are invariant or equivariant, as declared"),
-        _orthogonal(probe, frames, random, "reflection", -1, "the same for improper rotations"),
-        _translation(probe, frames, random),
-        _permutation(probe, frames, random),
+        *(_symmetry(law, probe, frames, random) for law in (ROTATION, REFLECTION, TRANSLATION, PERMUTATION)),
         _batch(probe, frames, random),
         check_cutoff(probe, frames, random),
-        _supercell(probe, frames, random),
-        _wrapping(probe, frames, random),
+        *(_symmetry(law, probe, frames, random) for law in (SUPERCELL, WRAPPING)),
         _no_edges(probe, frames),
     ]
 
 
-def _orthogonal(
-    probe: OutputProbe,
-    frames: Sequence[Frame],
-    random: np.random.Generator,
-    name: str,
-    determinant: int,
-    note: str,
+def _symmetry(
+    symmetry: Symmetry, probe: OutputProbe, frames: Sequence[Frame], random: np.random.Generator
 ) -> CheckResult:
-    def rotated(frame: Frame) -> tuple[Frame, Expectation]:
-        q = random_orthogonal(random, determinant)
-        other = edited(frame, positions=frame.positions @ q.T, cell=frame.cell @ q.T)
-        return other, lambda output, value: _rotate(output, value, q)
-
-    return _compared(name, note, rotated, probe, frames)
-
-
-def _rotate(output: ExtraOutput, value: np.ndarray, q: np.ndarray) -> np.ndarray:
-    rank = RANKS.get(output.kind, 0)
-    if rank == 2:
-        return q @ value @ q.T
-    return value @ q.T if rank == 1 else value
+    """Compare the outputs of each transformed frame with those that follow from the original frame."""
+    actual, expected = [], []
+    for original in frames:
+        frame = symmetry.frame(original, probe.cutoff)
+        transformed = symmetry.transform(frame, random)
+        before = probe.values([frame])[0]
+        actual.append(probe.values([transformed.frame])[0])
+        expected.append({name: _expected(probe.declared[name], value, transformed) for name, value in before.items()})
+    return _judged(symmetry.name, symmetry.outputs_note, actual, expected)
 
 
-def _translation(probe: OutputProbe, frames: Sequence[Frame], random: np.random.Generator) -> CheckResult:
-    def moved(frame: Frame) -> tuple[Frame, Expectation]:
-        return edited(frame, positions=frame.positions + random.uniform(-5, 5, size=3)), _same
-
-    return _compared("translation", "nothing changes when all atoms are translated", moved, probe, frames)
-
-
-def _permutation(probe: OutputProbe, frames: Sequence[Frame], random: np.random.Generator) -> CheckResult:
-    def reordered(frame: Frame) -> tuple[Frame, Expectation]:
-        order = random.permutation(len(frame))
-        other = edited(frame, positions=frame.positions[order], numbers=frame.numbers[order])
-        return other, lambda output, value: value[order] if output.per == "atom" else value
-
-    note = "values of atoms are reordered with the atoms"
-    return _compared("permutation", note, reordered, probe, frames)
-
-
-def _supercell(probe: OutputProbe, frames: Sequence[Frame], random: np.random.Generator) -> CheckResult:
-    def expected(output: ExtraOutput, value: np.ndarray) -> np.ndarray:
-        if output.per == "atom":
-            return np.concatenate([value, value])
-        return 2 * value if output.reduce == "sum" else value
-
-    def twice(frame: Frame) -> tuple[Frame, Expectation]:
-        return doubled_cell(frame, int(random.choice(np.flatnonzero(frame.pbc)))), expected
-
-    note = "extensive outputs of a doubled cell double, others do not change"
-    return _compared("supercell", note, twice, probe, [in_a_cell(frame, probe.cutoff) for frame in frames])
-
-
-def _wrapping(probe: OutputProbe, frames: Sequence[Frame], random: np.random.Generator) -> CheckResult:
-    def moved(frame: Frame) -> tuple[Frame, Expectation]:
-        images = random.integers(-2, 3, size=frame.positions.shape) * frame.pbc
-        return edited(frame, positions=frame.positions + images @ frame.cell), _same
-
-    note = "nothing changes when atoms are replaced by periodic images"
-    return _compared("wrapping", note, moved, probe, [in_a_cell(frame, probe.cutoff) for frame in frames])
+def _expected(output: ExtraOutput, value: np.ndarray, transformed: Transformed) -> np.ndarray:
+    value = transformed.rotated(value, RANKS.get(output.kind, 0))
+    if output.per == "atom":
+        return transformed.of_atoms(value)
+    return transformed.copies * value if output.reduce == "sum" else value
 
 
 def _batch(probe: OutputProbe, frames: Sequence[Frame], random: np.random.Generator) -> CheckResult:
     """Compare each frame alone with the same frame in a batch with displaced copies, other frames and an isolated atom."""
     alone = [probe.values([frame])[0] for frame in frames]
-    displaced = [edited(f, positions=f.positions + 0.05 * random.standard_normal(f.positions.shape)) for f in frames]
-    batch = [*frames, *displaced, molecule(frames[0].numbers[:1], np.zeros((1, 3)))]
-    order = random.permutation(len(batch))
-    together = dict(zip(order.tolist(), probe.values([batch[i] for i in order])))
+    batch, where = mixed_batch(list(frames), random)
+    together = probe.values(batch)
     note = "outputs of a frame do not depend on the other frames of a batch"
-    return _judged("batch independence", note, [together[i] for i in range(len(frames))], alone)
+    return _judged("batch independence", note, [together[i] for i in where], alone)
 
 
 def _no_edges(probe: OutputProbe, frames: Sequence[Frame]) -> CheckResult:
@@ -168,27 +130,6 @@ def _no_edges(probe: OutputProbe, frames: Sequence[Frame]) -> CheckResult:
     if gradients_are_finite(probe, isolated) and gradients_are_finite(probe, [*isolated, frames[0]]):
         return result
     return judged(result.name, float("nan"), result.tolerance, note)
-
-
-def _same(output: ExtraOutput, value: np.ndarray) -> np.ndarray:
-    return value
-
-
-def _compared(
-    name: str,
-    note: str,
-    change: Callable[[Frame], tuple[Frame, Expectation]],
-    probe: OutputProbe,
-    frames: Sequence[Frame],
-) -> CheckResult:
-    """Compare the outputs for each changed frame with the transformed outputs of the original frame."""
-    actual, expected = [], []
-    for frame in frames:
-        changed, expectation = change(frame)
-        before = probe.values([frame])[0]
-        actual.append(probe.values([changed])[0])
-        expected.append({key: expectation(probe.declared[key], value) for key, value in before.items()})
-    return _judged(name, note, actual, expected)
 
 
 def _judged(name: str, note: str, actual: Sequence[Values], expected: Sequence[Values]) -> CheckResult:

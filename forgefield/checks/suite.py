@@ -21,13 +21,9 @@ from forgefield.checks.symmetry import (
     check_fragments,
     check_isolated_atoms,
     check_no_edges,
-    check_permutation,
-    check_reflection,
-    check_rotation,
-    check_supercell,
-    check_translation,
-    check_wrapping,
+    check_symmetry,
 )
+from forgefield.checks.transformations import PERMUTATION, REFLECTION, ROTATION, SUPERCELL, TRANSLATION, WRAPPING
 from forgefield.config.loading import load_config, override_config
 from forgefield.config.trust import CONFIG
 from forgefield.data.frame import Frame
@@ -188,16 +184,12 @@ def _check_energies(
     reference_energies: Mapping[str, float] | None,
 ) -> list[CheckResult]:
     return [
-        check_rotation(probe, frames, generator),
-        check_reflection(probe, frames, generator),
-        check_translation(probe, frames, generator),
-        check_permutation(probe, frames, generator),
+        *(check_symmetry(law, probe, frames, generator) for law in (ROTATION, REFLECTION, TRANSLATION, PERMUTATION)),
         *([] if probe.potential.forces_are_direct else [check_forces(probe, frames, generator)]),
         check_stress(probe, frames, generator),
         check_batch(probe, frames, generator),
         check_cutoff(probe, frames, generator),
-        check_supercell(probe, frames, generator),
-        check_wrapping(probe, frames, generator),
+        *(check_symmetry(law, probe, frames, generator) for law in (SUPERCELL, WRAPPING)),
         check_isolated_atoms(probe, reference_energies),
         check_fragments(probe, frames, generator),
         check_no_edges(probe, frames),

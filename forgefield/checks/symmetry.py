@@ -1,9 +1,8 @@
-"""Checks of symmetry (rotation, reflection, translation, permutation) and locality (other frames of a batch, periodic images,
-isolated atoms, separate fragments)."""
+"""Checks of symmetries (see `transformations`) and locality (other frames of a batch, isolated atoms, separate fragments)."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 
 import numpy as np
 import torch
@@ -13,119 +12,39 @@ from forgefield.checks.probe import (
     CheckResult,
     Outputs,
     Probe,
-    boxed,
     difference,
     edited,
     exact_tolerance,
     judged,
     molecule,
 )
+from forgefield.checks.transformations import Symmetry, mixed_batch
 from forgefield.data.frame import Frame
 
 
-def check_rotation(probe: Probe, frames: Sequence[Frame], random: np.random.Generator) -> CheckResult:
-    note = "energy is invariant, forces and stress are equivariant"
-    return _orthogonal("rotation", +1, note, probe, frames, random)
-
-
-def check_reflection(probe: Probe, frames: Sequence[Frame], random: np.random.Generator) -> CheckResult:
-    note = "the same for improper rotations"
-    return _orthogonal("reflection", -1, note, probe, frames, random)
-
-
-def check_translation(probe: Probe, frames: Sequence[Frame], random: np.random.Generator) -> CheckResult:
-    def moved(frame: Frame) -> tuple[Frame, Callable[[Outputs], Outputs]]:
-        return edited(frame, positions=frame.positions + random.uniform(-5, 5, size=3)), lambda out: out
-
-    note = "nothing changes when all atoms are translated"
-    return _compared("translation", note, moved, probe, frames)
-
-
-def check_permutation(probe: Probe, frames: Sequence[Frame], random: np.random.Generator) -> CheckResult:
-    def reordered(frame: Frame) -> tuple[Frame, Callable[[Outputs], Outputs]]:
-        order = random.permutation(len(frame))
-        other = edited(frame, positions=frame.positions[order], numbers=frame.numbers[order])
-        return other, lambda out: Outputs(out.energy, out.forces[order], out.stress)
-
-    note = "forces are reordered with the atoms"
-    return _compared("permutation", note, reordered, probe, frames)
-
-
-def random_orthogonal(random: np.random.Generator, determinant: int) -> np.ndarray:
-    """A uniformly distributed rotation (determinant +1) or rotation with a reflection (-1), (3, 3)."""
-    q, r = np.linalg.qr(random.standard_normal((3, 3)))
-    q *= np.sign(np.diag(r))
-    return q if np.sign(np.linalg.det(q)) == determinant else -q
-
-
-def _orthogonal(
-    name: str, determinant: int, note: str, probe: Probe, frames: Sequence[Frame], random: np.random.Generator
+def check_symmetry(
+    symmetry: Symmetry, probe: Probe, frames: Sequence[Frame], random: np.random.Generator
 ) -> CheckResult:
-    def rotated(frame: Frame) -> tuple[Frame, Callable[[Outputs], Outputs]]:
-        q = random_orthogonal(random, determinant)
-        other = edited(frame, positions=frame.positions @ q.T, cell=frame.cell @ q.T)
-        return other, lambda out: Outputs(out.energy, out.forces @ q.T, q @ out.stress @ q.T)
-
-    return _compared(name, note, rotated, probe, frames)
-
-
-def _compared(
-    name: str,
-    note: str,
-    change: Callable[[Frame], tuple[Frame, Callable[[Outputs], Outputs]]],
-    probe: Probe,
-    frames: Sequence[Frame],
-) -> CheckResult:
-    """Compare the outputs for each changed frame with the transformed outputs of the original frame."""
+    """Compare the outputs of each transformed frame with those that follow from the original frame."""
+    frames = [symmetry.frame(frame, probe.cutoff) for frame in frames]
     before = probe.each(frames)
     value = 0.0
-    for frame, original in zip(frames, before):
-        changed, expectation = change(frame)
-        value = np.maximum(value, difference(probe.outputs([changed])[0], expectation(original)))
-    return judged(name, value, exact_tolerance(before), note)
-
-
-# ---- batches, periodic images, isolated atoms, fragments
+    for frame, out in zip(frames, before):
+        transformed = symmetry.transform(frame, random)
+        forces = transformed.rotated(transformed.of_atoms(out.forces), 1)
+        expected = Outputs(transformed.copies * out.energy, forces, transformed.rotated(out.stress, 2))
+        value = np.maximum(value, difference(probe.outputs([transformed.frame])[0], expected))
+    return judged(symmetry.name, value, exact_tolerance(before), symmetry.note)
 
 
 def check_batch(probe: Probe, frames: Sequence[Frame], random: np.random.Generator) -> CheckResult:
     """Compare each frame alone with the same frame in a batch with displaced copies, other frames and an isolated atom."""
     alone = probe.each(frames)
-    displaced = [edited(f, positions=f.positions + 0.05 * random.standard_normal(f.positions.shape)) for f in frames]
-    isolated = molecule(frames[0].numbers[:1], np.zeros((1, 3)))
-    batch = [*frames, *displaced, isolated]
-    order = random.permutation(len(batch))
-    together = dict(zip(order.tolist(), probe.outputs([batch[i] for i in order])))
-    value = np.max([difference(together[i], out) for i, out in enumerate(alone)])
+    batch, where = mixed_batch(list(frames), random)
+    together = probe.outputs(batch)
+    value = np.max([difference(together[i], out) for i, out in zip(where, alone)])
     note = "outputs of a frame do not depend on the other frames of a batch"
     return judged("batch independence", value, exact_tolerance(alone), note)
-
-
-def check_supercell(probe: Probe, frames: Sequence[Frame], random: np.random.Generator) -> CheckResult:
-    """Compare with a cell doubled along a random periodic axis: twice the energy, the same forces and stress."""
-    periodic = [in_a_cell(frame, probe.cutoff) for frame in frames]
-    single = probe.each(periodic)
-    value = 0.0
-    for frame, out in zip(periodic, single):
-        axis = int(random.choice(np.flatnonzero(frame.pbc)))
-        doubled = probe.outputs([doubled_cell(frame, axis)])[0]
-        expected = Outputs(2 * out.energy, np.concatenate([out.forces, out.forces]), out.stress)
-        value = np.maximum(value, difference(doubled, expected))
-    note = "a doubled cell has twice the energy and the same forces"
-    return judged("supercell", value, exact_tolerance(single), note)
-
-
-def check_wrapping(probe: Probe, frames: Sequence[Frame], random: np.random.Generator) -> CheckResult:
-    """Replace each atom by a random periodic image."""
-    periodic = [in_a_cell(frame, probe.cutoff) for frame in frames]
-    before = probe.each(periodic)
-    value = 0.0
-    for frame, out in zip(periodic, before):
-        images = random.integers(-2, 3, size=frame.positions.shape) * frame.pbc
-        moved = edited(frame, positions=frame.positions + images @ frame.cell)
-        value = np.maximum(value, difference(probe.outputs([moved])[0], out))
-    note = "nothing changes when atoms are replaced by periodic images"
-    return judged("wrapping", value, exact_tolerance(before), note)
 
 
 def check_isolated_atoms(probe: Probe, reference_energies: Mapping[str, float] | None) -> CheckResult:
@@ -196,20 +115,6 @@ def gradients_are_finite(probe: Probe, frames: Sequence[Frame]) -> bool:
         probe.potential.eval()
         for p, before in zip(parameters, required):
             p.requires_grad_(before)
-
-
-def in_a_cell(frame: Frame, cutoff: float) -> Frame:
-    """The frame if it is periodic, otherwise its atoms in a periodic box."""
-    if frame.pbc.any():
-        return edited(frame)
-    return boxed(molecule(frame.numbers, frame.positions), cutoff)
-
-
-def doubled_cell(frame: Frame, axis: int) -> Frame:
-    cell = frame.cell.copy()
-    cell[axis] *= 2
-    positions = np.concatenate([frame.positions, frame.positions + frame.cell[axis]])
-    return edited(frame, positions=positions, numbers=np.concatenate([frame.numbers] * 2), cell=cell)
 
 
 def _far_apart(one: np.ndarray, other: np.ndarray, cutoff: float, random: np.random.Generator) -> np.ndarray:

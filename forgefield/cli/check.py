@@ -110,7 +110,7 @@ def _overfit(args: argparse.Namespace, overrides: list[str], is_config: bool) ->
     steps = STEPS if args.steps is None else args.steps
     goal = GOAL if args.goal is None else args.goal
     if steps < 1 or not 0 < goal < 1:
-        raise ForgefieldError("--steps is 1 or more, and --goal is between 0 and 1.")
+        raise ForgefieldError("--steps must be 1 or more, and --goal between 0 and 1.")
     from forgefield.checks.overfit import overfit_config, print_overfit
     from forgefield.config.loading import load_config
     from forgefield.ldos.options import require_frames
@@ -130,29 +130,13 @@ def _lammps(args: argparse.Namespace, overrides: list[str], is_config: bool) -> 
             raise ForgefieldError(f"--{option} cannot be combined with --lammps.")
     ranks = args.ranks or RANKS
     if min(ranks) < 1:
-        raise ForgefieldError(f"--ranks holds {min(ranks)}; a number of processes is 1 or more.")
-    import numpy as np
-    from ase import Atoms
-
-    from forgefield.checks.suite import Subject
-    from forgefield.inference.lammps.compare import TOLERANCE, compare_ranks
+        raise ForgefieldError(f"--ranks must be 1 or more, not {min(ranks)}.")
+    from forgefield.checks.lammps import check_lammps
     from forgefield.runs import Run
 
-    options = {"data": args.data, "head": args.head, "trust_code": args.trust_code}
-    subject = Subject.of_run(args.target, overrides, which=args.which, **options)
-    (frame,) = subject.choose_frames(1, np.random.default_rng(args.seed))
-    atoms = Atoms(frame.numbers, positions=frame.positions, cell=frame.cell, pbc=frame.pbc)
     run = Run.open(args.target, trust_code=args.trust_code)
-    print(f"Comparing LAMMPS with ASE on {len(atoms)} atoms ({frame.where}), in float64; relative deviations:")
-    print(f"  {'':<10}{'energy':>10}{'forces':>10}{'virial':>10}")
-    worst = 0.0
-    deviations_by_ranks = compare_ranks(run, atoms, ranks, which=args.which, head=args.head)
-    for name, deviations in deviations_by_ranks.items():
-        print(f"  {name:<10}" + "".join(f"{value:>10.1e}" for value in deviations.values()))
-        worst = max(worst, *deviations.values())
-    passed = worst <= TOLERANCE
-    print(f"{'ok' if passed else 'FAILED'}: the largest deviation is {worst:.1e}, allowed are {TOLERANCE:.0e}")
-    return 0 if passed else 1
+    options = {"data": args.data, "which": args.which, "head": args.head, "seed": args.seed}
+    return 0 if check_lammps(run, overrides, ranks=ranks, **options) else 1
 
 
 def _words(numbers: tuple[int, ...]) -> str:

@@ -10,6 +10,8 @@ from forgefield.models.registry import export_formats
 PACKAGE_SUFFIX = ".ff"
 MLIAP = "mliap"
 """`pair_style mliap unified` of LAMMPS."""
+MALA = "mala"
+"""Of LDOS networks."""
 EXAMPLES = """\
 examples:
   forgefield export runs/water -o water.ff --licence CC-BY-4.0
@@ -17,6 +19,7 @@ examples:
   forgefield export runs/water --to aoti -o water.pt2 --device cuda
   forgefield export runs/water --to deepmd -o water.dp
   forgefield export runs/water --to mliap -o water.pt
+  forgefield export runs/be --to mala -o be.zip
 """
 
 
@@ -25,9 +28,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "run", metavar="RUN", help="name of a run in the folder runs/, its path, or a packaged model (.ff)"
     )
     formats = export_formats()
-    files = "; ".join([*(f"{program}: {entry.help}" for program, entry in formats.items()), f"{MLIAP}: .pt"])
+    files = "; ".join(
+        [*(f"{program}: {entry.help}" for program, entry in formats.items()), f"{MLIAP}: .pt", f"{MALA}: .zip"]
+    )
     parser.epilog = EXAMPLES
-    parser.add_argument("--to", choices=[*formats, MLIAP], help="program that will read it (default: Forgefield)")
+    parser.add_argument("--to", choices=[*formats, MLIAP, MALA], help="program that will read it (default: Forgefield)")
     parser.add_argument("-o", "--out", required=True, help=f"file to write; Forgefield: {PACKAGE_SUFFIX}; {files}")
     parser.add_argument("--licence", "--license", metavar="TEXT", help="licence of the model, stored in the package")
     parser.add_argument("--force", "--overwrite", action="store_true", help="overwrite the file OUT if it exists")

@@ -1,4 +1,8 @@
-"""Write a commented config for your data: species, cutoff, batch size, labels and length of the run filled in."""
+"""Write a commented config for your data: species, cutoff, batch size, labels and length of the run filled in.
+
+Data without energies and forces give a config for the properties and classes that they have; snapshots of grid points one for
+an LDOS network.
+"""
 
 from __future__ import annotations
 
@@ -14,6 +18,9 @@ examples:
   forgefield init water.extxyz                                   writes water.yaml
   forgefield init 'cu/*.extxyz' -o cu.yaml --name copper
   forgefield init ethanol.npz data.units.energy=kcal/mol
+  forgefield init band-gaps.extxyz                               properties and classes instead of energies
+  forgefield init water/data_0 water/data_1 -o water.yaml        systems of DeePMD-kit
+  forgefield init Be_snapshot*.in.npy -o be.yaml                 snapshots of the LDOS
   forgefield init be/                                            snapshots of grid points (MALA)
 """
 
@@ -43,7 +50,9 @@ def run(args: argparse.Namespace) -> int:
     if are_snapshots(files):
         out, about = propose_points_config(files, overrides, out=args.out, name=args.name, overwrite=args.force)
         print(f"{', '.join(files)}: {about}")
-        print(f"wrote {out}; enter the energies of the levels (data.points.energies), then: forgefield train {out}")
+        has_energies = any(word.startswith("data.points.energies") for word in overrides)
+        todo = "train with:" if has_energies else "enter the energies of the levels (data.points.energies), then:"
+        print(f"wrote {out}; {todo} forgefield train {out}")
         return 0
     out, facts = propose_config(files, overrides, out=args.out, name=args.name, overwrite=args.force)
     print(f"{', '.join(files)}: {describe(facts)}")

@@ -128,9 +128,9 @@ def _is_list(value: object) -> bool:
 
 
 def _is_texts(value: object) -> bool:
-    if isinstance(value, str) or value is None:
+    if isinstance(value, str) or not isinstance(value, Sequence):
         return value in (None, SPACE_GROUPS)
-    return _is_list(value) and all(map(_is_name, value)) and 1 < len(value) == len(set(value))  # type: ignore[arg-type,call-overload]
+    return all(map(_is_name, value)) and 1 < len(value) == len(set(value))
 
 
 def _is_positive_integer(value: object) -> bool:

@@ -24,6 +24,7 @@ from forgefield.data.inspection.suspicions import LARGE_FORCES, label_warnings
 from forgefield.data.labels.label_reader import LabelReader
 from forgefield.data.neighbours.graph import neighbour_list
 from forgefield.data.options import BatchOptions, DataOptions
+from forgefield.data.property_starter import Property, add_properties, properties_of
 from forgefield.data.readers import read_frames
 from forgefield.data.store.table import FrameTable
 from forgefield.errors import ForgefieldError
@@ -58,6 +59,8 @@ class DataFacts:
     """eV/A."""
     mean_neighbours: dict[float, float]
     """Cutoff, A -> mean neighbours per atom."""
+    properties: dict[str, Property] = field(default_factory=dict)
+    """Targets of data without energy, forces and stress, by name."""
     remarks: list[str] = field(default_factory=list)
     """What looks wrong in the data, and values that may be labels under unusual names; each a sentence."""
 
@@ -100,14 +103,21 @@ def starter_text(files: Sequence[str], overrides: Sequence[str], *, out: Path, n
     is_here = out.absolute().parent == Path.cwd()  # else relative paths would not hold for the config
     facts = survey(frames, [file if is_here else os.path.abspath(file) for file in files])
     if not any(facts.labels.values()):
+        candidates = reader.properties()
+        if settings.data.labels.fields is not None or candidates:
+            properties, remarks = properties_of(spec, settings.data, candidates)
+            facts = replace(facts, properties=properties, remarks=remarks)
+    if not any(facts.labels.values()) and not facts.properties:
         hint = "; ".join(reader.hints().values()) or "name the labels, as in data.labels.energy=my_energy"
         raise ForgefieldError(
             f"{', '.join(files)}: no frame has energy, forces or stress under their usual names, so there is nothing to train "
             f"on; {hint}."
         )
     missing = [f"no frame has {label}; {hint}" for label, hint in reader.hints().items() if not facts.labels[label]]
-    facts = replace(facts, remarks=[*missing, *label_warnings(FrameTable.from_frames(frames))])
+    facts = replace(facts, remarks=[*facts.remarks, *missing, *label_warnings(FrameTable.from_frames(frames))])
     values, notes = starter_config(facts, name=name)
+    if facts.properties:
+        add_properties(facts.properties, values, notes)
     chosen = as_dict(settings)
     for key in override_keys(overrides):
         update(values, key, select(chosen, key))
@@ -193,8 +203,9 @@ def describe(facts: DataFacts) -> str:
     """One line: 123 frames of 8-64 atoms; Cu 300, Au 200; labels: energy in all, stress in 20."""
     size = f"{facts.smallest}" if facts.smallest == facts.largest else f"{facts.smallest}-{facts.largest}"
     species = ", ".join(f"{symbol} {count}" for symbol, count in facts.species.items())
+    counts = facts.labels | {name: shown.n_frames for name, shown in facts.properties.items()}
     labels = ", ".join(
-        f"{label} in {'all' if count == facts.n_frames else count}" for label, count in facts.labels.items() if count
+        f"{label} in {'all' if count == facts.n_frames else count}" for label, count in counts.items() if count
     )
     frames = "1 frame" if facts.n_frames == 1 else f"{facts.n_frames} frames"
     atoms = "atom" if size == "1" else "atoms"
@@ -218,7 +229,7 @@ def propose_split(n_frames: int) -> tuple[float | int | None, float | None]:
 
 def propose_task(labels: Mapping[str, int]) -> dict[str, dict[str, float]]:
     """A weight for each label of the data. Stress in eV/A^3 is a small number, so its weight is large."""
-    weights = {"energy": 1.0, "forces": 10.0, "stress": 100.0}
+    weights = {"energy": 1.0, "forces": 1.0, "stress": 100.0}
     return {label: {"weight": weights[label]} for label, count in labels.items() if count}
 
 

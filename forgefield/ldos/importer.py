@@ -283,7 +283,8 @@ def _descriptors(path: Path, parameters: Mapping[str, Any], species: list[str]) 
     """Options of the descriptors; None if they are not supported: the model is then used with descriptor files."""
     if parameters.get("custom_lammps_compute_file"):
         return None
-    if parameters["descriptor_type"] in ("Bispectrum", "SNAP"):
+    kind = parameters.get("descriptor_type")
+    if kind in ("Bispectrum", "SNAP"):
         options: dict[str, Any] = {
             "type": "bispectrum",
             "twojmax": int(parameters["bispectrum_twojmax"]),
@@ -295,7 +296,7 @@ def _descriptors(path: Path, parameters: Mapping[str, Any], species: list[str]) 
             if len(weights) != len(species):
                 return None  # their elements are not stated
             options["element_weights"] = {symbol: float(weight) for symbol, weight in zip(species, weights)}
-    elif parameters["descriptor_type"] == "AtomicDensity":
+    elif kind == "AtomicDensity":
         options = {"type": "gaussian", "cutoff": float(parameters["atomic_density_cutoff"])}
         if parameters.get("atomic_density_sigma") is not None:
             options["sigma"] = float(parameters["atomic_density_sigma"])

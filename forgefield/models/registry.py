@@ -69,7 +69,9 @@ ARCHITECTURES: dict[str, Architecture] = {
     "deeppot": _at(
         "deeppot.model.DeepPot",
         importers=_format(
-            "deepmd", "models.deeppot.importer.IMPORTER", "backend-free model (.yaml, .dp) or checkpoint (.pt)"
+            "deepmd",
+            "models.deeppot.importer.IMPORTER",
+            "backend-free model (.yaml, .dp), frozen model (.pth) or checkpoint (.pt)",
         ),
         exporters=_format("deepmd", "models.deeppot.exporter.write_deepmd", ".yaml or .dp"),
     ),

@@ -139,8 +139,9 @@ def resolve_model(
     name, cls, section = check_model(options, trust=trust)
     heads_section = plain_values(options).get(HEADS) if _has_heads_section(name, cls) else None
     completed = complete_heads(heads_section, heads or {})
-    is_instance = is_dataclass(statistics) and not isinstance(statistics, type)
-    facts: Options = plain_values(asdict(statistics) if is_instance else statistics or {})  # type: ignore[call-overload]
+    if is_dataclass(statistics) and not isinstance(statistics, type):
+        statistics = asdict(statistics)
+    facts: Options = plain_values(statistics or {})
     resolved: Options = {"name": name, "species": list(species), "cutoff": float(cutoff)}
     if adaptive_cutoff is not None:
         _check_adaptive(cls, name, float(cutoff), adaptive_cutoff)

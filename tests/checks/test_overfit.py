@@ -63,7 +63,7 @@ def test_heads_with_dropout_are_trained(tmp_path):
     [
         (["--overfit", "--frames", "3"], "--frames cannot be combined with --overfit"),
         (["--steps", "3"], "--steps needs --overfit"),
-        (["--overfit", "--goal", "2"], "--goal is between 0 and 1"),
+        (["--overfit", "--goal", "2"], "--goal between 0 and 1"),
     ],
 )
 def test_options_that_do_not_go_together(words, said, tmp_path, capsys):

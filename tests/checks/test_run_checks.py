@@ -13,7 +13,7 @@ from rich.console import Console
 
 from forgefield.checks import CheckResult, print_checks, run_checks
 from forgefield.checks.derivatives import derivative
-from forgefield.checks.symmetry import random_orthogonal
+from forgefield.checks.transformations import random_orthogonal
 from forgefield.data.batch import batch_from_frames
 from forgefield.data.frame import Frame
 from forgefield.data.neighbours.graph import GraphOptions

@@ -115,6 +115,42 @@ def test_data_without_labels_is_reported(folder, capsys):
     assert "no frame has energy, forces or stress" in capsys.readouterr().err
 
 
+def property_frames(n=30):
+    random = np.random.default_rng(0)
+    frames = []
+    for number in range(n):
+        atoms = bulk("Cu", cubic=True)
+        atoms.info |= {"band-gap": random.random(), "phase": number % 3, "step": number, "method": 2.0}
+        atoms.arrays["charge"] = random.normal(size=4)
+        atoms.arrays["moment"] = random.normal(size=(4, 3))
+        frames.append(atoms)
+    return frames
+
+
+def test_other_values_become_targets_where_there_are_no_energies(folder, capsys):
+    write("gaps.extxyz", property_frames())
+    assert main(["init", "gaps.extxyz"]) == 0
+    out = capsys.readouterr().out
+    assert "method has the same value everywhere" in out
+    config = load_config("gaps.yaml")
+    assert config.data.labels.fields == {
+        "band_gap": {"key": "band-gap"},
+        "phase": {},
+        "charge": {"per": "atom"},
+        "moment": {"per": "atom", "shape": [3]},
+    }
+    assert config.task.fields["phase"].classes == "auto", "three whole numbers"
+    assert config.task.fields["band_gap"].classes is None
+    assert "step" not in config.data.labels.fields
+    assert main(["train", "gaps.yaml", "++trainer.fast_dev_run=true", "++trainer.accelerator=cpu"]) == 0
+
+
+def test_properties_that_are_named_are_the_targets(folder):
+    write("gaps.extxyz", property_frames())
+    assert main(["init", "gaps.extxyz", "data.labels.fields={charge: atom}"]) == 0
+    assert load_config("gaps.yaml").data.labels.fields == {"charge": "atom"}
+
+
 def test_large_forces_raise_the_question_of_units(folder, capsys):
     write("big.extxyz", [labelled(bulk("Cu", cubic=True), i, scale=30.0) for i in range(4)], format="extxyz")
     assert main(["init", "big.extxyz"]) == 0

@@ -84,6 +84,16 @@ SHORTER = {
         ("(start / 64)", "(start / 8)"),
         ("(hot / 64)", "(hot / 8)"),
     ],
+    "ldos": [
+        ("range(16)", "range(4)"),
+        ("mesh=(4, 4, 3)", "mesh=(2, 2, 1)"),
+        ("be0*.in.npy be1[0-3].in.npy", "be00.in.npy be01.in.npy"),
+        ("be14.in.npy, be15.in.npy", "be02.in.npy, be03.in.npy"),
+        ("be15", "be03"),
+        ("structures[15]", "structures[3]"),
+        ("--twojmax 6", "--twojmax 2"),
+        ("max_epochs=80", "max_epochs=20"),
+    ],
     "properties": [
         ("range(300)", "range(30)"),
         (":240]", ":24]"),

@@ -52,13 +52,24 @@ class LabelCandidates:
                     if size:
                         self._sizes[name] = (per, size)
 
+    def sizes(self, recognised: Iterable[str]) -> dict[str, tuple[str, int]]:
+        """For all values that are no labels: whether frames or atoms have them, and how many numbers each has."""
+        recognised = set(recognised)
+        return {name: size for name, size in self._sizes.items() if name not in recognised}
+
+    def may_be_forces(self, recognised: Iterable[str]) -> bool:
+        """Whether a value has the size of forces and a name that suggests them."""
+        sizes = self.sizes(recognised).items()
+        return any(
+            size in _SIZES["forces"] and any(word in name.lower() for word in _WORDS["forces"]) for name, size in sizes
+        )
+
     def hint(self, label: str, recognised: Iterable[str]) -> str:
         """Names of values that may be `label`, the likeliest first, and the setting for it; empty if there are none.
 
         recognised: names that are labels already.
         """
-        recognised = set(recognised)
-        fitting = [name for name, size in self._sizes.items() if size in _SIZES[label] and name not in recognised]
+        fitting = [name for name, size in self.sizes(recognised).items() if size in _SIZES[label]]
         likely = [name for name in fitting if any(word in name.lower() for word in _WORDS[label])]
         names = [*likely, *(name for name in fitting if name not in likely)]
         if not names:
@@ -229,6 +240,12 @@ class LabelReader:
         recognised = self._recognised_names()
         hints = {label: self.seen.hint(label, recognised) for label in ("energy", "forces", "stress")}
         return {label: text for label, text in hints.items() if text and not is_none(self.names[label] or "")}
+
+    def properties(self) -> dict[str, tuple[str, int]]:
+        """Values that may be properties to learn: whether frames or atoms have them, and how many numbers each has. Empty for
+        data that look like energies and forces under unusual names."""
+        recognised = self._recognised_names()
+        return {} if self.seen.may_be_forces(recognised) else self.seen.sizes(recognised)
 
     def _recognised_names(self) -> set[str]:
         recognised = {name for names in (*USUAL_NAMES.values(), *FALLBACK_NAMES.values()) for name in names}
