@@ -34,6 +34,7 @@ from forgefield.data.sampling.batching import training_budget
 from forgefield.parallel.ranks import Ranks
 from forgefield.settings import Config
 from forgefield.training.fit import fit
+from forgefield.training.options import CheckpointOptions
 from forgefield.training.precision import Precision
 from forgefield.training.run.journal import Journal
 
@@ -93,9 +94,9 @@ def measured_config(config: Config, *, steps: int, warmup: int, folder: Path) ->
     training = changed.training
     training.tensorboard, training.early_stopping, training.monitor = 0, None, "train/loss"
     training.precision = Precision(training.precision).start  # a schedule counts from an end that is not reached
-    training.checkpoint.every_epochs = training.checkpoint.every_steps = None
     # On a GPU the steps are run twice, and every epoch may have one step that is not full.
     enough = 2 * (warmup + 2 * steps)
+    training.checkpoint = CheckpointOptions(every_epochs=enough)  # none before the end
     changed.trainer = {
         **{key: value for key, value in changed.trainer.items() if key in TRAINER_KEYS},
         "max_steps": enough,

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import argparse
+import shutil
+import sys
 
 from forgefield.cli.importing import for_good
 
@@ -11,6 +13,8 @@ examples:
   forgefield runs
   forgefield runs my-search/trials --sort forces_mae --first 10
 """
+ALWAYS = ("run", "state", "epoch", "loss", "seconds", "seconds_left")
+"""Columns that are shown in a terminal of any width."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -33,5 +37,11 @@ def run(args: argparse.Namespace) -> int:
     with for_good():
         from forgefield import api
 
-    print(api.list_runs(args.folder, errors=args.errors, sort=args.sort, descending=args.reverse, first=args.first))
+    table = api.list_runs(args.folder, errors=args.errors, sort=args.sort, descending=args.reverse, first=args.first)
+    dropped: list[str] = []
+    if sys.stdout.isatty():
+        table, dropped = table.fitting(shutil.get_terminal_size().columns, ALWAYS)
+    print(table)
+    if dropped:
+        print(f"\nToo wide for this terminal: {'; '.join(dropped)}. `forgefield runs | less -S` shows all columns.")
     return 0

@@ -29,7 +29,6 @@ ORDER = ("energy", "forces", "stress", "virial")
 """Quantities that come first; others follow in alphabetical order."""
 _SCORES = (*CLASS_METRICS, "auroc")
 _NOT_COMPARED = ("name", "out")
-_ABSENT = "(not set)"
 
 
 @dataclass(frozen=True)
@@ -86,6 +85,19 @@ class Table:
         ]
         rows = tuple(tuple(row[i] for i in shown) for row in self.rows)
         return Table(tuple(self.columns[i] for i in shown), rows, self.title)
+
+    def fitting(self, width: int, kept: Sequence[str] = ()) -> tuple[Table, list[str]]:
+        """The table without the last columns that are not `kept`, as many as do not fit into `width` characters; and their
+        headings."""
+        table, dropped = self, []
+        while max(map(len, table.lines()), default=0) > width:
+            free = [i for i, column in enumerate(table.columns) if column.key not in kept]
+            if not free:
+                break
+            dropped.append(table.columns[free[-1]].heading)
+            rows = tuple(row[: free[-1]] + row[free[-1] + 1 :] for row in table.rows)
+            table = Table(table.columns[: free[-1]] + table.columns[free[-1] + 1 :], rows, table.title)
+        return table, dropped[::-1]
 
     def dataframe(self) -> DataFrame:
         """The values as a DataFrame; needs pandas."""
@@ -200,10 +212,9 @@ def settings_table(runs: Sequence[LiveRun]) -> Table:
     values = [dict(_flat(run.settings())) for run in runs]
     keys = dict.fromkeys(key for settings in values for key in settings)
     rows = [
-        (Cell(key, key), *(_setting(settings.get(key, _ABSENT)) for settings in values))
+        (Cell(key, key), *(_setting(settings.get(key)) for settings in values))
         for key in keys
-        if key not in _NOT_COMPARED
-        and any(settings.get(key, _ABSENT) != values[0].get(key, _ABSENT) for settings in values)
+        if key not in _NOT_COMPARED and any(settings.get(key) != values[0].get(key) for settings in values)
     ]
     columns = (Column("setting", "setting"), *(Column(run.name, run.name) for run in runs))
     return Table(columns, tuple(rows), "Settings that differ")

@@ -30,6 +30,13 @@ def test_runs_are_found_in_folders_but_not_in_hidden_ones_or_in_runs(runs):
     assert sorted(found(runs)) == ["a", "b", "deep/search/c"]
 
 
+def test_members_of_an_ensemble_are_runs(tmp_path):
+    for name in ("ensemble", "ensemble/members/seed-0", "ensemble/members/seed-1"):
+        (tmp_path / name).mkdir(parents=True)
+        (tmp_path / name / "run.json").write_text("{}")
+    assert sorted(found(tmp_path)) == ["ensemble", "ensemble/members/seed-0", "ensemble/members/seed-1"]
+
+
 def test_errors_are_those_of_the_best_epoch_and_of_the_test(runs):
     table = forgefield.list_runs(runs)
     rows = [json.loads(line) for line in (runs / "a/metrics.jsonl").read_text().splitlines()]
@@ -68,6 +75,15 @@ def test_commands_print_the_tables(runs, capsys):
     paths = [str(runs / "a"), str(runs / "deep/search/c")]
     assert main(["compare", *paths]) == 0
     assert capsys.readouterr().out == f"{forgefield.compare(*paths)}\n"
+
+
+def test_a_table_fits_into_a_terminal(runs):
+    table = forgefield.list_runs(runs)
+    narrow, dropped = table.fitting(80, ("run", "state"))
+    assert max(map(len, narrow.lines())) <= 80
+    assert [column.heading for column in table.columns if column not in narrow.columns] == dropped
+    assert table.fitting(1000) == (table, [])
+    assert [column.key for column in table.fitting(5, ("run", "state"))[0].columns] == ["run", "state"]
 
 
 def test_tables_are_displayed_in_notebooks_and_as_dataframes(runs):
