@@ -16,6 +16,8 @@ from forgefield.errors import ForgefieldError
 CONFIG_SUFFIXES = (".yaml", ".yml", ".json")
 DATA_FORMATS = ("extxyz", "npz", "hdf5", "lmdb", "aselmdb", "db", "deepmd", "store", "traj", "cif", "vasp", "vasp-xml")
 """Formats that a user may pass instead of a config by mistake; others of ASE end in .cfg or .in, as configs may."""
+SNAPSHOT = ".npy"
+"""Ending of files of grid points."""
 READING = ("data.labels", "data.units")
 """Settings for reading a file."""
 
@@ -52,8 +54,9 @@ def _refuse_data(word: str) -> None:
         return
     from forgefield.data.readers.registry import file_format
 
-    if file_format(path) in DATA_FORMATS:
-        config = f"{path.stem or 'config'}.yaml"
+    is_snapshot = path.suffix == SNAPSHOT
+    if is_snapshot or file_format(path) in DATA_FORMATS:
+        config = f"{(path.name.partition('.')[0] if is_snapshot else path.stem) or 'config'}.yaml"
         raise ForgefieldError(
             f"'{word}' is data, not a config; write a config for it with `forgefield init {word}`, then train with "
             f"`forgefield train {config}`."

@@ -77,7 +77,7 @@ def test_unclear_command_lines_are_refused(words, sentence):
     assert sentence in str(caught.value)
 
 
-@pytest.mark.parametrize("name", ["a.xyz", "b.extxyz", "c.npz", "d.traj", "system", "store.h5"])
+@pytest.mark.parametrize("name", ["a.xyz", "b.extxyz", "c.npz", "d.traj", "system", "store.h5", "e.in.npy"])
 @pytest.mark.parametrize("verb", ["train", "bench", "tune"])
 def test_data_instead_of_a_config_points_to_init(folder, name, verb, capsys):
     if name == "system":
@@ -88,7 +88,7 @@ def test_data_instead_of_a_config_points_to_init(folder, name, verb, capsys):
     assert main([verb, name]) == 2
     error = capsys.readouterr().err
     assert f"'{name}' is data, not a config; write a config for it with `forgefield init {name}`" in error
-    assert f"`forgefield train {Path(name).stem}.yaml`" in error
+    assert f"`forgefield train {name.partition('.')[0]}.yaml`" in error
 
 
 def test_every_run_verb_takes_options_in_any_order():

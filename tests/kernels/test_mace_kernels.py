@@ -10,6 +10,7 @@ import weakref
 
 import pytest
 import torch
+from ase.data import chemical_symbols
 
 from forgefield.kernels.contraction import passes as contraction
 from forgefield.models.edges import StepMemory
@@ -22,6 +23,7 @@ from tests.support.engine_cases import labelled, step_function
 from tests.support.kernels import DEVICE, needs_kernels
 from tests.support.mace_kernel_cases import CASES, mace
 from tests.support.nequip_kernel_cases import batch, step
+from tests.support.structures import make_batch, make_frame
 
 pytestmark = needs_kernels
 
@@ -59,6 +61,15 @@ def test_the_step_of_an_engine_has_the_gradients_of_a_double_backward():
     assert largest_difference(found, expected, names)[0] < 1e-9
 
 
+@pytest.mark.parametrize("n_species", [1, 20])
+def test_one_species_and_many(n_species):
+    numbers = tuple(range(1, n_species + 1))
+    species = tuple(chemical_symbols[number] for number in numbers)
+    frames = [make_frame(n, seed=n, box=4.5, periodic=n == 3, numbers=numbers) for n in (3, 2, 1)]
+    given = {key: value.to(DEVICE) for key, value in make_batch(*frames, species=species).items()}
+    assert_same_step(mace("float64", species=species).to(DEVICE).eval(), given)
+
+
 def test_several_heads():
     potential = mace("float64", branches=["pbe", "scan"]).to(DEVICE).eval()
     given = batch() | {"branch": torch.tensor([1, 0, 1], device=DEVICE)}
@@ -88,6 +99,17 @@ def test_a_step_in_tf32():
     found, gradients = (torch.cat([g.flatten().double() for g in some]) for some in (found, gradients))
     assert relative(found, gradients) < 4e-3
     assert relative(outputs["forces"], exact["forces"]) < 2e-3
+
+
+def test_rows_stored_in_bfloat16_and_products_in_bfloat16():
+    """Rounding by 2^-9 here and there, and no more than that."""
+    given = batch()
+    _, exact = step(mace("float64").to(DEVICE).eval(), given, by_kernels=False)
+    for setting in (execution(storage="bfloat16"), Precision("bf16-mixed").applied("bf16-mixed")):
+        with setting:
+            _, found = step(mace("float32").to(DEVICE).eval(), given, by_kernels=True)
+        found, expected = (torch.cat([g.flatten().double() for g in some]) for some in (found, exact))
+        assert 1e-4 < relative(found, expected) < 2e-2
 
 
 def test_long_sums_of_matrix_gradients(monkeypatch):

@@ -37,9 +37,9 @@ CASES: dict[str, dict[str, object]] = {
 }
 
 
-def mace(precision: str, **options: object) -> Potential:
+def mace(precision: str, *, species: tuple[str, ...] = SPECIES, **options: object) -> Potential:
     section = {**TINY, **options}
-    shifts = dict.fromkeys(SPECIES, -1.0)
+    shifts = dict.fromkeys(species, -1.0)
     statistics = STATISTICS | {"reference_energies": shifts}
-    resolved = resolve_model(section, species=SPECIES, cutoff=3.0, statistics=statistics)
+    resolved = resolve_model(section, species=species, cutoff=3.0, statistics=statistics)
     return build_model(resolved, precision=precision, seed=1)

@@ -19,7 +19,15 @@ OTHER_DESCRIPTORS = (
     *("se_a_tpe_v2", "se_a_mask", "dpa2", "dpa3", "dpa4", "dpa4c", "se_zm", "SeZM", "hybrid"),
 )
 OTHER_FITTINGS = ("dpa4_ener", "sezm_ener", "population", "global_polar", "wfc")
-OTHER_MODELS = ("dpa4", "DPA4", "dpa4c", "SeZM", "sezm", "frozen", "pairtab", "pairwise_dprc", "linear_ener")
+_DPA4 = "an architecture that is not available here; `dp --pt train` trains it"
+OTHER_MODELS = {
+    **dict.fromkeys(("dpa4", "DPA4", "dpa4c", "SeZM", "sezm"), _DPA4),
+    "frozen": "a trained model; import its file (forgefield import deepmd FILE) and train with --init-model",
+    "pairtab": "a table without a network; a table with a network is model.use_srtab",
+    "pairwise_dprc": "of DeePMD-kit's TensorFlow backend alone",
+    "linear_ener": "a weighted sum of models; a network with a table of pair energies is model.use_srtab",
+}
+"""Other types of models, and what they are."""
 PRECISIONS = {
     "default": "float64",
     "float64": "float64",
@@ -117,8 +125,8 @@ def translate_model(section: Section) -> Model:
 
 def _refuse_other_kinds(section: Section) -> None:
     kind = section.take("type", "standard")
-    if kind in OTHER_MODELS:
-        raise section.refused("type", f"is '{kind}'; only DeePMD-kit's standard model is supported")
+    if isinstance(kind, str) and kind in OTHER_MODELS:
+        raise section.refused("type", f"is '{kind}', {OTHER_MODELS[kind]}")
     if kind != "standard":
         raise section.wrong("type", kind, "standard")
     section.only(
@@ -151,7 +159,9 @@ def _species(section: Section) -> list[str]:
     for name in names:
         if name not in chemical_symbols[1:]:
             raise section.refused(
-                "type_map", f"names '{name}', and types are chemical elements here{_aside(name, chemical_symbols[1:])}"
+                "type_map",
+                f"names '{name}', and types are chemical elements here{_aside(name, chemical_symbols[1:])}; name the element "
+                "in the input and in type_map.raw",
             )
     return names
 

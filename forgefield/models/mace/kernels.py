@@ -38,7 +38,7 @@ from forgefield.models.mace.passes import (
 )
 from forgefield.models.mace.readout import GatedReadout, LinearReadout
 from forgefield.models.mace.stacks import Started, awaited, cut_list, linear, moving
-from forgefield.models.mace.tables import radial_tables
+from forgefield.models.mace.tables import radial_tables, reads_tables
 from forgefield.ops.autograd import carried, side_by_side, tangent_of
 from forgefield.ops.execution import current
 from forgefield.ops.graph import EdgeGraph, Segments, gather, is_traced, join
@@ -57,7 +57,7 @@ def by_kernels(model: MACE, batch: Batch, edges: EdgeContext) -> bool:
 
 def in_tables(model: MACE) -> bool:
     """Whether radial weights are read from tables."""
-    return use_tables(model.embedding) and not model.is_directed and model.options.distance_transform is None
+    return use_tables(model.embedding) and reads_tables(model)
 
 
 @dataclass(frozen=True)

@@ -35,6 +35,7 @@ from forgefield.models.mace.options import (
 )
 from forgefield.models.mace.radial import RadialBasis, pair_radii, repulsion
 from forgefield.models.mace.readout import GatedReadout, LinearReadout
+from forgefield.models.mace.tables import table_line
 from forgefield.models.mace.variants import branch_shifts, extended_options, extended_state, more_branches, one_branch
 from forgefield.ops.convolution_plan import Block
 from forgefield.ops.graph import EdgeGraph, GradientSwitch, Segments, barrier, gather, join, segment_sum
@@ -234,6 +235,9 @@ class MACE(RegisteredModel[MACEOptions]):
 
     def kernel_refusal(self) -> str | None:
         return None
+
+    def radial_table_line(self, knots: int) -> str | None:
+        return table_line(self, knots)
 
     def read(self, scalars: Sequence[Tensor], head: Tensor | None) -> Tensor:
         """(n_atoms,) sum of the readouts, of the scalars (n_atoms, channels) of their layers. head: (n_atoms,) or None."""

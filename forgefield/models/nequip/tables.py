@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Iterable
-from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import torch
@@ -12,6 +11,7 @@ import torch.autograd.forward_ad as forward_ad
 from torch import Tensor, nn
 
 from forgefield.kernels.core.runtime import use_kernels
+from forgefield.kernels.radial.accuracy import COMPARED, Deviation, deviation, line_of_deviations, read_table
 from forgefield.kernels.radial.hidden import HiddenCurves, deep_curves
 from forgefield.kernels.radial.layer import RadialTable
 from forgefield.kernels.radial.packing import pack, unpack
@@ -25,10 +25,6 @@ if TYPE_CHECKING:
 
 _SHORTEST = 1e-8
 """First knot of a table, in units of the cutoff: at zero the basis has a limit, but its formula no value."""
-NOTICEABLE = 10.0
-"""More intervals are advised where slopes from a table deviate more than this many times as much as float32 itself."""
-_COMPARED = 2999
-"""Number of lengths at which a table is compared with the network; prime, so that their positions in intervals vary."""
 
 
 def radial_tables(model: NequIP, n_intervals: int) -> list[RadialTable]:
@@ -86,15 +82,6 @@ def _moving_basis(model: NequIP, x: Tensor, speed: float) -> Tensor:
 # ---- accuracy
 
 
-@dataclass(frozen=True)
-class Deviation:
-    """Root mean square and largest deviation of radial weights and of their slopes, each in units of the root mean square of
-    the weights, or slopes, of all layers and lengths."""
-
-    values: tuple[float, float]
-    slopes: tuple[float, float]
-
-
 @torch.no_grad()
 def table_deviation(model: NequIP, knots: int) -> tuple[Deviation, Deviation]:
     """Deviation of radial weights in float32 from those of the network in float64, between 0.05 and 1 of the cutoff: read from
@@ -103,29 +90,17 @@ def table_deviation(model: NequIP, knots: int) -> tuple[Deviation, Deviation]:
     exact = _in_precision(
         single, torch.float64
     )  # the same rounded weights, so that only the error of the table is measured
-    x = torch.linspace(0.05, 1, _COMPARED, dtype=torch.float64, device=model.bessel_frequencies.device)
+    x = torch.linspace(0.05, 1, COMPARED, dtype=torch.float64, device=model.bessel_frequencies.device)
     basis = _moving_basis(model, x, 1.0)
     expected = _rows(exact, basis)
-    read = [_read(unpack(pack(table.polynomials())), x) for table in radial_tables(single, knots)]
-    return _deviation(read, expected), _deviation(_rows(single, basis.float()), expected)
+    read = [read_table(unpack(pack(table.polynomials())), x) for table in radial_tables(single, knots)]
+    return deviation(read, expected), deviation(_rows(single, basis.float()), expected)
 
 
 def table_line(model: NequIP, knots: int) -> str:
     """The deviation as a sentence, for information: before its first step a training with kernels is compared with one without,
     including gradients."""
-    table, single = table_deviation(model, knots)
-    advice = ""
-    if table.slopes[0] > NOTICEABLE * single.slopes[0]:
-        advice = " The table is too coarse for these weights: raise training.kernels.knots."
-    return (
-        f"Radial table, {knots} intervals: weights differ from the network by {_text(table)}; float32 itself: {_text(single)}. "
-        f"Root mean squares, relative to that of all weights or slopes.{advice}"
-    )
-
-
-def _text(deviation: Deviation) -> str:
-    (rms, largest), (rms_slope, largest_slope) = deviation.values, deviation.slopes
-    return f"{rms:.1e} (largest {largest:.1e}), slopes by {rms_slope:.1e} ({largest_slope:.1e})"
+    return line_of_deviations(*table_deviation(model, knots), knots)
 
 
 def _in_precision(model: NequIP, dtype: torch.dtype) -> NequIP:
@@ -140,22 +115,3 @@ def _in_precision(model: NequIP, dtype: torch.dtype) -> NequIP:
 def _rows(model: NequIP, basis: Tensor) -> list[Tensor]:
     """Weights and slopes of every layer, (n, 2, n_weights)."""
     return carried(lambda inputs: model.radial_weights(inputs[0]), [basis])
-
-
-def _read(table: Tensor, x: Tensor) -> Tensor:
-    """Weights and slopes read from a table, as in kernels, at lengths x in units of the cutoff."""
-    n_intervals = table.shape[0]
-    at = (x * n_intervals).long().clamp_(max=n_intervals - 1)
-    u = (x * n_intervals - at - 0.5).to(table.dtype).unsqueeze(1)
-    c0, c1, c2, c3 = table.index_select(0, at).unbind(1)
-    return torch.stack([c0 + u * (c1 + u * (c2 + u * c3)), n_intervals * (c1 + u * (2 * c2 + 3 * u * c3))], 1)
-
-
-def _deviation(actual: list[Tensor], expected: list[Tensor]) -> Deviation:
-    pairs = []
-    for column in range(2):
-        exact = torch.cat([rows[:, column].flatten() for rows in expected])
-        difference = torch.cat([rows[:, column].flatten() for rows in actual]).double() - exact
-        size = exact.square().mean().sqrt()
-        pairs.append((float(difference.square().mean().sqrt() / size), float(difference.abs().max() / size)))
-    return Deviation(*pairs)

@@ -9,7 +9,7 @@ from pathlib import Path
 from forgefield.config.nearest import did_you_mean
 from forgefield.errors import ForgefieldError
 from forgefield.report.live.record import LiveRun
-from forgefield.runs import Run
+from forgefield.runs import MEMBERS, Run
 
 DEPTH = 3
 """How deep runs are searched: those of a hyperparameter search are in `SEARCH/trials`."""
@@ -42,7 +42,8 @@ class RunsFolder:
 
 
 def found(folder: Path) -> list[str]:
-    """Paths of all runs in a folder, relative to it. Runs in runs, and in hidden folders, are not searched."""
+    """Paths of all runs in a folder, relative to it. Of folders in a run, only the members of an ensemble are searched; hidden
+    folders are not."""
     names: list[str] = []
     waiting = [("", 1)]
     while waiting:
@@ -56,6 +57,8 @@ def found(folder: Path) -> list[str]:
             name = f"{inside}/{entry.name}" if inside else entry.name
             if os.path.isfile(os.path.join(entry.path, RECORD)):
                 names.append(name)
+                if os.path.isdir(os.path.join(entry.path, MEMBERS)):
+                    waiting.append((f"{name}/{MEMBERS}", DEPTH))
             elif depth < DEPTH:
                 waiting.append((name, depth + 1))
     return names

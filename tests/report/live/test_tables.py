@@ -30,6 +30,13 @@ def test_runs_are_found_in_folders_but_not_in_hidden_ones_or_in_runs(runs):
     assert sorted(found(runs)) == ["a", "b", "deep/search/c"]
 
 
+def test_members_of_an_ensemble_are_runs(tmp_path):
+    for name in ("ensemble", "ensemble/members/seed-0", "ensemble/members/seed-1"):
+        (tmp_path / name).mkdir(parents=True)
+        (tmp_path / name / "run.json").write_text("{}")
+    assert sorted(found(tmp_path)) == ["ensemble", "ensemble/members/seed-0", "ensemble/members/seed-1"]
+
+
 def test_errors_are_those_of_the_best_epoch_and_of_the_test(runs):
     table = forgefield.list_runs(runs)
     rows = [json.loads(line) for line in (runs / "a/metrics.jsonl").read_text().splitlines()]
