@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import re
+import subprocess
+import sys
+
 import pytest
 import torch
 
@@ -19,6 +23,7 @@ from tests.support.helpers import tiny_config
 from tests.support.interrupting import Interrupted
 from tests.support.mixed_frames import DATASET
 from tests.support.resuming import END, assert_same_run
+from tests.support.warm import ROOT
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 
@@ -94,3 +99,14 @@ def test_frames_that_need_too_much_memory_are_assembled_on_the_host(monkeypatch)
     reason = resident.resident_frames(DATASET, device, "auto", noisy=False)
     assert reason.startswith("assembled on the host, because all frames need ")
     assert isinstance(resident.resident_frames(DATASET, device, "device", noisy=False), ResidentFrames)
+
+
+def test_a_whole_training_is_measured_through_the_real_command(tmp_path):
+    """The model and the batches of the benchmark, with all defaults: frames on the GPU, captured validation, checkpoints."""
+    words = ["benchmarks/training.py", "--once", "--epochs", "2", "--out", str(tmp_path)]
+    done = subprocess.run([sys.executable, *words], cwd=ROOT, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stderr
+    assert re.search(r"steps +[\d.]+ s +[\d.]+ ms per step", done.stdout), done.stdout
+    log = (tmp_path / "full" / "log.txt").read_text()
+    assert "made on the device, where all frames are kept" in log
+    assert "Validation is not captured" not in log

@@ -195,7 +195,7 @@ def test_short_range_terms_are_traced_and_differentiated_too(tmp_path):
         tmp_path / "table.txt", np.stack([distances, *[k / distances * np.exp(-distances) for k in (1, 2, 3)]], 1)
     )
     short = {"use_srtab": str(tmp_path / "table.txt"), "sw_rmin": 0.8, "sw_rmax": 1.8, "zbl": True}
-    potential = make_deeppot(model={**short, "pair_exclude_types": [[0, 0]]}, neuron=[4, 8], **ROOM)
+    potential = make_deeppot(model={**short, "pair_exclude_types": [[0, 0]]}, neuron=[8], **ROOM)
     eager = Engine(step_function(potential))
     tangent = step_function(potential, derivative="tangent")
     assert difference(Engine(tangent), eager, labelled(5, 3, 4)) < 1e-10
