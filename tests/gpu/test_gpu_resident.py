@@ -16,6 +16,7 @@ from forgefield.data.sampling.loader import FrameLoader
 from forgefield.data.sampling.resident import ResidentFrames
 from forgefield.training.engines.engine import Engine
 from forgefield.training.engines.graphs import GraphsEngine
+from forgefield.training.run import writer
 from forgefield.training.run.writer import Snapshot
 from tests.support.engine_cases import labelled, potential_of, step_function
 from tests.support.gpu_batches import SIZES, on_gpu
@@ -70,7 +71,10 @@ def test_runs_with_frames_on_the_gpu_and_on_the_host_have_the_same_bits(tmp_path
     assert_same_run(straight, train({**config, "name": "again"}).path)
 
 
-def test_a_snapshot_has_the_values_of_its_time():
+@pytest.mark.parametrize(("gathered", "pinned"), [(2**26, 2**32), (100, 2**32), (2**20, 100)])
+def test_a_snapshot_has_the_values_of_its_time(gathered, pinned, monkeypatch):
+    monkeypatch.setattr(writer, "GATHERED_BYTES", gathered)
+    monkeypatch.setattr(writer, "PINNED_BYTES", pinned)
     tensors = {
         "weights": [torch.randn(1000, 300, device="cuda"), torch.randn(7, device="cuda", dtype=torch.float64)],
         "count": torch.ones((), device="cuda"),
