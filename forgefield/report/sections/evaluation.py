@@ -15,7 +15,7 @@ from matplotlib.figure import Figure
 
 from forgefield.report.canvas import COLOURS, house_style, linear_ticks, new_figure, to_svg
 from forgefield.report.folder import RunData, as_number
-from forgefield.report.markup import Html, card, section, shorten, significant, table, tag, with_unit
+from forgefield.report.markup import Html, card, count, section, shorten, significant, table, tag, with_unit
 
 MANY = 8
 """More curves than this are drawn in one colour, without a legend."""
@@ -61,7 +61,7 @@ def evaluation_cards(content: dict[str, Any]) -> Html:
     suite = str(content.get("suite"))
     results = [result for result in _list(content.get("results")) if isinstance(result, dict)]
     cards = [_card(result, f"evaluation-{suite}-{number}") for number, result in enumerate(results)]
-    return tag("div", *cards, class_="grid")
+    return tag("div", *cards, class_="grid two")
 
 
 def _card(result: dict[str, Any], name: str) -> Html:
@@ -82,11 +82,19 @@ def _card(result: dict[str, Any], name: str) -> Html:
 
 def _row(value: dict[str, Any], *, compared: bool) -> list[str]:
     model, reference = as_number(value.get("model")), as_number(value.get("reference"))
-    row = [with_unit(shorten(value.get("name"), 60), shorten(value.get("unit", ""), 20)), significant(model, 4)]
+    is_count = not value.get("unit") and all(x is None or x.is_integer() for x in (model, reference))
+    row = [with_unit(shorten(value.get("name"), 60), shorten(value.get("unit", ""), 20)), _number(model, 4, is_count)]
     if compared:
         difference = None if model is None or reference is None else model - reference
-        row += [significant(reference, 4), significant(difference, 2)]
+        row += [_number(reference, 4, is_count), _number(difference, 2, is_count)]
     return row
+
+
+def _number(value: float | None, digits: int, is_count: bool) -> str:
+    """A number with some significant digits, or as a count; rounding errors are zero."""
+    if is_count:
+        return count(value)
+    return significant(0.0 if value is not None and abs(value) < 1e-9 else value, digits)
 
 
 def panel_figure(panel: dict[str, Any]) -> Figure:

@@ -19,6 +19,8 @@ TIGHT = 1e-4
 """Largest force after relaxation, eV/A."""
 STILL = 1e-7
 """Forces below this, eV/A, vanish by symmetry."""
+STILL_MODES = 1e-5
+"""Frequencies below this, THz, are those of translations."""
 FACES = ((1, 0, 0), (1, 1, 0), (1, 1, 1))
 LAYERS = 10.0
 """Thickness of slabs, A."""
@@ -149,6 +151,7 @@ def phonons(setting: Setting) -> Measurement:
     phonon.run_band_structure([path.kpts])
     bands: Any = phonon.get_band_structure_dict()
     frequencies = np.array(bands["frequencies"][0])  # (n_points, n_bands), THz
+    frequencies[np.abs(frequencies) < STILL_MODES] = 0.0
     distances, positions, names = path.get_linear_kpoint_axis()
     result = Measurement()
     result.set("highest frequency", frequencies.max(), "THz")

@@ -73,7 +73,8 @@ def measured_on_frames(name: str, setting: Setting) -> Measurement | None:
     if name == "density":
         values = mass_density(same)
         result.set("density", float(values.mean()), "g/cm^3")
-        result.set("fluctuation of the density", float(values.std()), "g/cm^3")
+        if np.ptp(values) > 1e-9:  # not a trajectory in a fixed cell
+            result.set("fluctuation of the density", float(values.std()), "g/cm^3")
         return result
     return None
 

@@ -8,6 +8,7 @@ from ase.build import minimize_rotation_and_translation
 from ase.neighborlist import build_neighbor_list, natural_cutoffs
 
 from forgefield.errors import ForgefieldError
+from forgefield.text import counted
 from forgefield.trust.options import RelaxOptions
 from forgefield.trust.relaxation import relax_atoms
 from forgefield.trust.suites.measurement import Measurement, NotApplicable, Panel, Setting, curve
@@ -66,7 +67,8 @@ def vibrations(setting: Setting) -> Measurement:
     imaginary = int((internal < 0).sum())
     result.set("imaginary modes", imaginary, "")
     if imaginary:
-        result.notes.append(f"{imaginary} modes are imaginary (shown as negative): the structure is not a minimum.")
+        modes = f"{counted(imaginary, 'mode')} {'is' if imaginary == 1 else 'are'}"
+        result.notes.append(f"{modes} imaginary (shown as negative): the structure is not a minimum.")
     curves = [curve(range(len(internal)), internal, marker=True)]
     result.panels.append(Panel("Vibrations", "mode", "wavenumber, 1/cm", curves))
     return result
