@@ -1,6 +1,6 @@
 """Molecular dynamics on a GPU: milliseconds and memory per step of the evaluation engine, in ASE and by itself.
 
-    python benchmarks/evaluation.py [--sizes 192 ...] [--rows engine ase batch lists profile models] [--steps 60]
+    python benchmarks/evaluation.py [engine:6144 ase:6144 ...] [--model nequip] [--steps 60]
 
 Liquid water, molecules on a grid of 3.1 A; NequIP with 4 layers, l_max 2 and 64 features in float32, untrained, cutoff 5 A
 (`--model` for others). `ase` is VelocityVerlet (0.5 fs, 300 K) with `forgefield.Calculator`; `engine` the same integrator on
@@ -52,8 +52,8 @@ MODELS: dict[str, dict[str, Any]] = {
 }
 
 
-MOST_ATOM_STEPS, MOST_IN_ASE = 2_000_000, 100_000
-"""Steps of large systems are fewer; atoms of the largest system in ASE."""
+MOST_ATOM_STEPS = 2_000_000
+"""Steps of large systems are fewer."""
 SMALL = 192
 """Atoms of the boxes of a batch."""
 
@@ -107,13 +107,16 @@ class Dynamics:
     """Velocity Verlet on the device, 0.5 fs, 300 K. The potential is untrained; forces are scaled down so that water stays
     liquid-like for some hundred steps."""
 
-    def __init__(self, engine: DeviceEngine, boxes: list[Atoms], device: torch.device, scale: float) -> None:
-        self.engine, self.scale = engine, scale
+    def __init__(self, engine: DeviceEngine, boxes: list[Atoms], device: torch.device) -> None:
+        self.engine, self.scale = engine, 1.0
         self.systems, self.positions, self.cell, self.masses = systems_of(boxes, device)
         generator = torch.Generator(device=device).manual_seed(3)
         noise = torch.randn(self.positions.shape, generator=generator, device=device, dtype=torch.float64)
         self.velocities = noise * (300 * units.kB / self.masses).sqrt()
         engine.set_systems(self.systems)
+        self.start = engine.evaluate(self.positions, self.cell)
+        assert self.start.forces is not None
+        self.scale = min(1.0, 1.0 / float(self.start.forces.abs().max()))
         self.accelerations = self._accelerations()
 
     def _accelerations(self) -> torch.Tensor:
@@ -161,23 +164,13 @@ def gibibytes(device: torch.device) -> float:
     return torch.cuda.max_memory_allocated() / 2**30 if device.type == "cuda" else float("nan")
 
 
-def force_scale(potential: Potential, device: torch.device) -> float:
-    """What makes the largest force on a small box 1 eV/A."""
-    engine = DeviceEngine(potential, device, captured=False)
-    systems, positions, cell, _ = systems_of([box(SMALL)], device)
-    engine.set_systems(systems)
-    forces = engine.evaluate(positions, cell).forces
-    assert forces is not None
-    return min(1.0, 1.0 / float(forces.abs().max()))
-
-
-def engine_row(potential: Potential, boxes: list[Atoms], steps: int, device: torch.device, label: str) -> None:
+def time_engine(potential: Potential, boxes: list[Atoms], steps: int, device: torch.device, label: str) -> None:
     if device.type == "cuda":
         torch.cuda.reset_peak_memory_stats()
     engine = DeviceEngine(potential, device, notify=print)
     start = time.perf_counter()
-    dynamics = Dynamics(engine, boxes, device, force_scale(potential, device))
-    results = engine.evaluate(dynamics.positions, dynamics.cell)
+    dynamics = Dynamics(engine, boxes, device)
+    results = dynamics.start
     assert results.forces is not None
     start_values = float(results.energy.sum()) / len(dynamics.positions), float(results.forces.square().mean().sqrt())
     synchronise(device)
@@ -202,10 +195,11 @@ def engine_row(potential: Potential, boxes: list[Atoms], steps: int, device: tor
     )
 
 
-def ase_row(potential: Potential, atoms: Atoms, steps: int, device: torch.device, label: str) -> None:
+def ase_row(potential: Potential, n_atoms: int, steps: int, device: torch.device, label: str) -> None:
+    atoms = box(n_atoms)
     calculator = Scaled(potential, device=device)
-    calculator.scale = force_scale(potential, device)
     atoms.calc = calculator
+    calculator.scale = min(1.0, 1.0 / float(np.abs(atoms.get_forces()).max()))
     MaxwellBoltzmannDistribution(atoms, temperature_K=300, rng=np.random.default_rng(1))
     dynamics = VelocityVerlet(atoms, 0.5 * units.fs)
     step = dynamics.step
@@ -219,15 +213,17 @@ def ase_row(potential: Potential, atoms: Atoms, steps: int, device: torch.device
     print(f"{label:22} {len(atoms):8} atoms  ASE step {whole:8.3f} ms  calculate {inside:8.3f}", flush=True)
 
 
-def compare_row(potential: Potential, atoms: Atoms, device: torch.device, label: str) -> None:
+def compare_row(potential: Potential, n_atoms: int, steps: int, device: torch.device, label: str) -> None:
+    atoms = box(n_atoms)
     engine = DeviceEngine(potential, device, notify=print)
     systems, positions, cell, _ = systems_of([atoms], device)
     engine.set_systems(systems)
     print(f"{label:22} {compare(engine, systems, positions, cell)}", flush=True)
 
 
-def profile_row(potential: Potential, atoms: Atoms, device: torch.device, label: str) -> None:
+def profile_row(potential: Potential, n_atoms: int, steps: int, device: torch.device, label: str) -> None:
     """Kernels of one replay."""
+    atoms = box(n_atoms)
     engine = DeviceEngine(potential, device)
     systems, positions, cell, _ = systems_of([atoms], device)
     engine.set_systems(systems)
@@ -253,6 +249,18 @@ def profile_row(potential: Potential, atoms: Atoms, device: torch.device, label:
     print(flush=True)
 
 
+def batch_row(potential: Potential, n_atoms: int, steps: int, device: torch.device, label: str) -> None:
+    """As many boxes of 192 atoms as there are in this number of atoms."""
+    time_engine(potential, [box(SMALL, seed) for seed in range(n_atoms // SMALL)], steps, device, label)
+
+
+def engine_row(potential: Potential, n_atoms: int, steps: int, device: torch.device, label: str) -> None:
+    time_engine(potential, [box(n_atoms)], steps, device, label)
+
+
+ROWS = {"compare": compare_row, "engine": engine_row, "ase": ase_row, "batch": batch_row, "profile": profile_row}
+
+
 def attempt(label: str, row: Callable[[], None]) -> None:
     try:
         row()
@@ -264,40 +272,26 @@ def attempt(label: str, row: Callable[[], None]) -> None:
         torch.cuda.empty_cache()
 
 
+CASES = ["compare:192", *(f"{row}:{size}" for size in (192, 1536, 6144, 98304) for row in ("engine", "ase"))]
+CASES += ["batch:6144", "engine:1105920", "profile:192", "profile:6144"]
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--model", nargs="+", default=["nequip"], choices=sorted(MODELS))
-    parser.add_argument("--sizes", nargs="+", type=int, default=[192, 1536, 6144], choices=COPIES)
-    parser.add_argument("--rows", nargs="+", default=["compare", "engine", "ase", "batch", "profile"])
-    parser.add_argument("--steps", type=int, default=60)
+    parser.add_argument("cases", nargs="*", default=CASES, help=f"row:atoms; rows {', '.join(ROWS)}")
+    parser.add_argument("--model", default="nequip", choices=sorted(MODELS))
+    parser.add_argument("--steps", type=int, default=60, help="at most; large systems are timed for fewer")
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
-    parser.add_argument("--boxes", type=int, default=32, help="boxes of 192 atoms in `batch`, after one as large")
     arguments = parser.parse_args()
     device = torch.device(arguments.device)
     where = torch.cuda.get_device_name() if device.type == "cuda" else "CPU"
-    print(f"{where}, torch {torch.__version__}, float32, water, cutoff {CUTOFF} A")
-    for name in arguments.model:
-        attempt(name, partial(rows_of_model, name, arguments, device))
-
-
-def rows_of_model(name: str, arguments: argparse.Namespace, device: torch.device) -> None:
-    potential = build(name, device)
-    for size in arguments.sizes:
-        label, atoms = f"{name} {size}", box(size)
-        steps = max(2, min(arguments.steps, MOST_ATOM_STEPS // size))
-        rows: dict[str, Callable[[], None]] = {
-            "compare": partial(compare_row, potential, atoms, device, label),
-            "engine": partial(engine_row, potential, [atoms], steps, device, label),
-            "ase": partial(ase_row, potential, atoms, steps, device, label),
-            "profile": partial(profile_row, potential, atoms, device, label),
-        }
-        for row, action in rows.items():
-            if row in arguments.rows and not (row == "ase" and size > MOST_IN_ASE):
-                attempt(f"{label} {row}", action)
-        if "batch" in arguments.rows and size == arguments.boxes * SMALL:
-            boxes = [box(SMALL, seed) for seed in range(arguments.boxes)]
-            label = f"{name} {arguments.boxes} x {SMALL}"
-            attempt(label, partial(engine_row, potential, boxes, steps, device, label))
+    print(f"{where}, torch {torch.__version__}, float32, water, cutoff {CUTOFF} A", flush=True)
+    potential = build(arguments.model, device)
+    for case in arguments.cases:
+        row, _, size = case.partition(":")
+        n_atoms = int(size)
+        steps = max(2, min(arguments.steps, MOST_ATOM_STEPS // n_atoms))
+        attempt(case, partial(ROWS[row], potential, n_atoms, steps, device, f"{arguments.model} {case}"))
 
 
 if __name__ == "__main__":

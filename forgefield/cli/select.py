@@ -75,6 +75,7 @@ def run(args: argparse.Namespace) -> int:
     print(f"chose {len(chosen.indices)} of {chosen.n_pool} structures")
     if chosen.indices:
         lowest, highest = 1000 * chosen.uncertainties.min(), 1000 * chosen.uncertainties.max()
-        print(f"largest uncertainty of an atom's energy in each of them: {lowest:.3g} to {highest:.3g} meV")
+        what, unit = ("the force on an atom", "meV/A") if opened.members else ("an atom's energy", "meV")
+        print(f"largest uncertainty of {what} in each of them: {lowest:.3g} to {highest:.3g} {unit}")
     print(f"wrote {args.out} and {chosen.figure}")
     return 0

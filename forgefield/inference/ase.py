@@ -255,14 +255,15 @@ class Calculator(AseCalculator):
         structure, has_volume = self.atoms, self._has_volume
         if "stress" in properties and not has_volume:
             raise PropertyNotImplementedError("stress needs a cell with a volume; this structure has none")
-        gradients = "forces" in properties or "stress" in properties
-        found = engine.evaluate_on_host(structure.arrays["positions"], structure.cell.array, gradients=gradients)
+        # Always with gradients, which are usually requested next: one program is enough.
+        found = engine.evaluate_on_host(structure.arrays["positions"], structure.cell.array)
+        assert found.forces is not None
+        assert found.stress is not None
         energy = float(found.energy[0])
         self.results = {"energy": energy, "free_energy": energy, "energies": found.atomic_energy.numpy().copy()}
-        if found.forces is not None and found.stress is not None:
-            self.results["forces"] = found.forces.numpy().copy()
-            if has_volume:
-                self.results["stress"] = found.stress[0].numpy().reshape(9)[VOIGT]
+        self.results["forces"] = found.forces.numpy().copy()
+        if has_volume:
+            self.results["stress"] = found.stress[0].numpy().reshape(9)[VOIGT]
 
     def _set_systems(self, engine: DeviceEngine) -> None:
         """Pass a new composition to the engine; the first one also to the eager model."""

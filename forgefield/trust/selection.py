@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import islice
 from pathlib import Path
@@ -32,7 +32,7 @@ from forgefield.errors import ForgefieldError
 from forgefield.files import written_atomically
 from forgefield.inference.ase import frame_of_atoms
 from forgefield.inference.evaluate import evaluate_batch, evaluating
-from forgefield.inference.uncertainty import ENERGIES, LastLayerUncertainty, has_uncertainty, load_uncertainty
+from forgefield.inference.uncertainty import FORCES, LastLayerUncertainty, has_uncertainty, load_uncertainty
 from forgefield.inference.xyz_files import write_extxyz
 from forgefield.models.edges import EdgeContext, edge_vectors
 from forgefield.models.potential import Potential
@@ -47,8 +47,9 @@ from forgefield.trust.uncertainty import fit_uncertainty, training_data
 BY = ("uncertainty", "distance", "both")
 CANDIDATES = 10
 """By both criteria: frames among which the distance decides, for each frame to choose."""
-SCORE = "energies_uncertainty_max"
-"""Name under which chosen structures carry the largest uncertainty of the energy of one of their atoms, eV."""
+SCORE, SCORE_OF_ENSEMBLES = "energies_uncertainty_max", "forces_uncertainty_max"
+"""Names under which chosen structures carry the largest uncertainty of the energy of one of their atoms, eV, or for an ensemble
+of the force on one of them, eV/A."""
 EMPTY = "The pool is empty: there are no structures to choose from."
 BATCH = 16
 """Frames evaluated together."""
@@ -79,8 +80,8 @@ class Selection:
     """The result of `select`.
 
     indices: of the chosen frames in the pool, in the order of choice. frames: the structures. uncertainties: (n,) largest
-    uncertainty of the energy of an atom, eV. n_pool: frames in the pool. tolerance: frames closer than this to a training frame
-    or to one another are not chosen, eV. figure: file of the figure.
+    uncertainty of the energy of an atom, eV, or for an ensemble of the force on an atom, eV/A. n_pool: frames in the pool.
+    tolerance: frames closer than this to a training frame or to one another are not chosen, eV. figure: file of the figure.
     """
 
     indices: list[int]
@@ -132,7 +133,8 @@ def select_frames(
             f"{len(indices)} of {len(described)} frames are chosen, not {n}: the others are closer than {limit:.2g} eV per "
             "atom to a training frame or to a chosen one."
         )
-    frames = _structures(pool, options, indices, described.scores)
+    score = SCORE_OF_ENSEMBLES if run.members else SCORE
+    frames = _structures(pool, options, indices, {score: described.scores})
     if out is not None:
         with written_atomically(Path(out)) as partial:
             write_extxyz(partial, frames)
@@ -181,8 +183,8 @@ def _check(
 class _Describer:
     """Computes places in feature space and uncertainties.
 
-    potential: the model; for an ensemble, places are those of its first member, and uncertainties its deviations. uncertainty:
-    that of the model or first member.
+    potential: the model; for an ensemble, places are those of its first member, and uncertainties are deviations of forces, as
+    members divide the same energy differently among atoms. uncertainty: that of the model or first member.
     """
 
     def __init__(
@@ -224,8 +226,9 @@ class _Describer:
         n_frames, frame = len(batch["n_atoms"]), batch["frame"]
         rows = features @ self.uncertainty.factor.to(features.device) * self.uncertainty.energy_scale
         means = rows.new_zeros(n_frames, rows.shape[1]).index_add_(0, frame, rows) / batch["n_atoms"].unsqueeze(1)
-        if ENERGIES in self.potential.uncertainty_outputs:
-            of_atoms = evaluate_batch(self.potential, batch, forces=False, stress=False)[0][ENERGIES]
+        if FORCES in self.potential.uncertainty_outputs:
+            deviations = evaluate_batch(self.potential, batch, forces=True, stress=False)[0][FORCES]
+            of_atoms = torch.linalg.vector_norm(deviations, dim=1)
         else:
             of_atoms = torch.linalg.vector_norm(rows, dim=1)
         scores = of_atoms.new_zeros(n_frames).scatter_reduce(0, frame, of_atoms, "amax", include_self=False)
@@ -252,8 +255,10 @@ def _as_structures(pool: Pool) -> list[Atoms] | None:
     return list(pool)  # type: ignore[arg-type]
 
 
-def _structures(pool: Pool, options: DataOptions, indices: Sequence[int], scores: np.ndarray) -> list[Atoms]:
-    """The chosen structures in the order of choice."""
+def _structures(
+    pool: Pool, options: DataOptions, indices: Sequence[int], scores: Mapping[str, np.ndarray]
+) -> list[Atoms]:
+    """The chosen structures in the order of choice. scores: of all structures, by the name under which to keep them."""
     structures, found = _as_structures(pool), {}
     if structures is not None:
         found = {index: _copy(structures[index]) for index in indices}
@@ -266,7 +271,7 @@ def _structures(pool: Pool, options: DataOptions, indices: Sequence[int], scores
                 missing.remove(index)
                 found[index] = labelled_atoms(frame, raw)
     for index, atoms in found.items():
-        atoms.info[SCORE] = float(scores[index])
+        atoms.info.update({name: float(values[index]) for name, values in scores.items()})
     return [found[index] for index in indices]
 
 

@@ -92,7 +92,7 @@ def test_calculators_take_operators_and_can_be_told_not_to(monkeypatch):
     decide = dispatch.use_operators
     monkeypatch.setattr(dispatch, "use_operators", lambda x: asked.append(decide(x)) or asked[-1])
     atoms = water(np.random.default_rng(3), along_edge=2)
-    atoms.calc = Calculator(make_potential(precision="float64", **MODEL), device="cuda")
+    atoms.calc = Calculator(make_potential(precision="float64", **MODEL), device="cuda", engine=False)
     ours = atoms.get_forces()
     assert asked
     assert all(asked)

@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import re
+import subprocess
+import sys
+
 import pytest
 import torch
 
@@ -12,6 +16,7 @@ from forgefield.data.sampling.loader import FrameLoader
 from forgefield.data.sampling.resident import ResidentFrames
 from forgefield.training.engines.engine import Engine
 from forgefield.training.engines.graphs import GraphsEngine
+from forgefield.training.run import writer
 from forgefield.training.run.writer import Snapshot
 from tests.support.engine_cases import labelled, potential_of, step_function
 from tests.support.gpu_batches import SIZES, on_gpu
@@ -19,6 +24,7 @@ from tests.support.helpers import tiny_config
 from tests.support.interrupting import Interrupted
 from tests.support.mixed_frames import DATASET
 from tests.support.resuming import END, assert_same_run
+from tests.support.warm import ROOT
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 
@@ -65,7 +71,10 @@ def test_runs_with_frames_on_the_gpu_and_on_the_host_have_the_same_bits(tmp_path
     assert_same_run(straight, train({**config, "name": "again"}).path)
 
 
-def test_a_snapshot_has_the_values_of_its_time():
+@pytest.mark.parametrize(("gathered", "pinned"), [(2**26, 2**32), (100, 2**32), (2**20, 100)])
+def test_a_snapshot_has_the_values_of_its_time(gathered, pinned, monkeypatch):
+    monkeypatch.setattr(writer, "GATHERED_BYTES", gathered)
+    monkeypatch.setattr(writer, "PINNED_BYTES", pinned)
     tensors = {
         "weights": [torch.randn(1000, 300, device="cuda"), torch.randn(7, device="cuda", dtype=torch.float64)],
         "count": torch.ones((), device="cuda"),
@@ -94,3 +103,14 @@ def test_frames_that_need_too_much_memory_are_assembled_on_the_host(monkeypatch)
     reason = resident.resident_frames(DATASET, device, "auto", noisy=False)
     assert reason.startswith("assembled on the host, because all frames need ")
     assert isinstance(resident.resident_frames(DATASET, device, "device", noisy=False), ResidentFrames)
+
+
+def test_a_whole_training_is_measured_through_the_real_command(tmp_path):
+    """The model and the batches of the benchmark, with all defaults: frames on the GPU, captured validation, checkpoints."""
+    words = ["benchmarks/training.py", "--once", "--epochs", "2", "--out", str(tmp_path)]
+    done = subprocess.run([sys.executable, *words], cwd=ROOT, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stderr
+    assert re.search(r"steps +[\d.]+ s +[\d.]+ ms per step", done.stdout), done.stdout
+    log = (tmp_path / "full" / "log.txt").read_text()
+    assert "made on the device, where all frames are kept" in log
+    assert "Validation is not captured" not in log

@@ -1,14 +1,18 @@
 """Ensembles: means, deviations by DeePMD-kit's formulas, files, and what cannot be combined."""
 
+import subprocess
+
 import numpy as np
 import pytest
 import torch
 from ase.build import bulk, molecule
+from ase.stress import voigt_6_to_full_3x3_stress
 
 from forgefield import Calculator, Ensemble
 from forgefield.api import train
 from forgefield.errors import ForgefieldError
 from forgefield.inference.ensemble import DEVIATIONS, write_model_devi
+from tests.support.deepmd_program import deepmd_python
 from tests.support.helpers import tiny_config
 from tests.support.structures import make_batch, make_frame, make_potential
 
@@ -92,3 +96,36 @@ def test_deviations_are_written_as_deepmd_does(tmp_path) -> None:
     assert table[:, 0].tolist() == [0, 10]
     assert np.isnan(table[:, 1:4]).all()  # there is no volume
     assert table[0, 4] == pytest.approx(calculator.results["max_devi_f"], rel=1e-6)
+
+
+@pytest.mark.skipif(deepmd_python() is None, reason="deepmd-kit is not installed")
+def test_deviations_are_those_of_deepmd_kit(tmp_path) -> None:
+    ensemble, numbers = Ensemble(members()), np.random.default_rng(0)
+    frames = [bulk("H", "fcc", a=2.5, cubic=True).repeat((1, 1, 2)) for _ in range(3)]
+    energies, forces, virials, rows = [], [], [], []
+    for atoms in frames:
+        atoms.rattle(0.1, rng=numbers)
+        outputs = []
+        for potential in (*ensemble.members, ensemble):
+            atoms.calc = Calculator(potential)
+            atoms.get_forces()
+            outputs.append(dict(atoms.calc.results))
+        rows.append(outputs.pop())
+        energies.append([[each["energy"]] for each in outputs])
+        forces.append([each["forces"] for each in outputs])
+        virials.append([-voigt_6_to_full_3x3_stress(each["stress"]).ravel() * atoms.get_volume() for each in outputs])
+    by_member = {"E": energies, "F": forces, "V": virials}
+    arrays = {name: np.swapaxes(np.array(values), 0, 1) for name, values in by_member.items()}
+    np.savez(tmp_path / "members.npz", n=len(frames[0]), **arrays)
+    script = (
+        "import numpy as np; from deepmd.infer import model_devi as m; z = np.load('members.npz'); n = int(z['n']);"
+        "columns = [np.arange(3), *m.calc_model_devi_v(z['V'] / n), *m.calc_model_devi_f(z['F'])];"
+        "columns.append(np.ravel(m.calc_model_devi_e(z['E'] / n)));"
+        "m.write_model_devi_out(np.vstack(columns).T, 'theirs.out')"
+    )
+    subprocess.run([deepmd_python(), "-c", script], cwd=tmp_path, check=True)
+    ours = write_model_devi(tmp_path / "ours.out", rows)
+    theirs = np.loadtxt(tmp_path / "theirs.out")
+    assert np.allclose(np.loadtxt(ours), theirs, rtol=2e-6, atol=1e-12)
+    written = [line for line in (tmp_path / "theirs.out").read_text().splitlines() if not line.startswith("#")]
+    assert [len(line) for line in ours.read_text().splitlines()[1:]] == [len(line) for line in written]

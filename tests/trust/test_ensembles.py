@@ -150,6 +150,11 @@ def test_the_run_is_used_like_any_other(ensemble, tmp_path, monkeypatch, capsys)
     assert ensemble.info["uncertainty_scales"] == before
     chosen = forgefield.select(ensemble, emt_frames(12, seed=8), 3)
     assert len(chosen.indices) == 3
+    atoms = chosen.frames[0].copy()
+    atoms.calc = forgefield.Calculator(ensemble)
+    atoms.get_forces()
+    largest = np.linalg.norm(atoms.calc.results["forces_uncertainty"], axis=1).max()
+    assert chosen.frames[0].info["forces_uncertainty_max"] == pytest.approx(largest, rel=1e-4)
     page = (ensemble.path / "report.html").read_text()
     assert "Members" in page
     assert "Forces: calibration" in page

@@ -139,6 +139,7 @@ class DeviceEngine:
         self._programs: dict[tuple[ProgramSize, bool], Program] = {}
         self._program: Program | None = None
         self._travel = _Travel()
+        self._views: dict[int, Results] = {}
         self._pool = torch.cuda.graph_pool_handle() if device.type == "cuda" else None
         self._status = torch.zeros(STATUS, dtype=torch.float64, pin_memory=device.type == "cuda")
 
@@ -190,8 +191,8 @@ class DeviceEngine:
 
     def describe(self) -> str:
         """How systems are evaluated, in a few words."""
-        replayed = self._program is not None and self._program.captured
-        return "captured as a CUDA graph" if replayed else "without capture"
+        large = self._program is not None and not self._program.captured
+        return "captured as a CUDA graph" if self.captured and not large else "without capture"
 
     # ---- parts of an evaluation
 
@@ -222,17 +223,21 @@ class DeviceEngine:
         return self._listed(positions, cell, gradients)
 
     def _results(self, program: Program, output: Tensor) -> Results:
+        """Views of the output of the program, on the device or on the host; made once for the systems."""
+        known = self._views.get(output.data_ptr())
+        if known is not None:
+            return known
         (n_systems, n_atoms), size = self._sizes, program.size
-        _, energy, stress, forces, atomic = output.split(
-            [STATUS, size.systems, 9 * size.systems, 3 * size.atoms, size.atoms]
-        )
+        parts = [STATUS, size.systems, 9 * size.systems, 3 * size.atoms, size.atoms]
+        _, energy, stress, forces, atomic = output.split(parts)
         gradients = program.settings.gradients
-        return Results(
+        results = self._views[output.data_ptr()] = Results(
             energy[:n_systems],
             atomic[:n_atoms],
             forces.view(-1, 3)[:n_atoms] if gradients else None,
             stress.view(-1, 3, 3)[:n_systems] if gradients else None,
         )
+        return results
 
     def _current(self, positions: Tensor, cell: Tensor, gradients: bool) -> Program:
         """The program in use, or a new one for these positions and cells."""
@@ -261,7 +266,7 @@ class DeviceEngine:
         program.set_lists(index, shift, reverse, _inverse(cell, systems.pbc))
         if self.captured and not program.captured and program.size.edges <= MOST_CAPTURED:
             self._capture(program)
-        self._program, self._travel = program, _Travel()
+        self._program, self._travel, self._views = program, _Travel(), {}
         return program
 
     def _prepare(self, program: Program) -> None:

@@ -18,7 +18,7 @@ from forgefield.kernels.core.runtime import interpreted
 from forgefield.kernels.dense.products import AtomsBySpecies
 from forgefield.ops.symmetric_contraction import ContractionPlan
 
-LONGEST = 16384
+LONGEST = 8192
 """Terms of the longest pass up to which kernels are generated; compilers take minutes for more."""
 PROGRAMS, MOST_ATOMS = 1024, 16
 """Programs that the last pass should have at least, and atoms that one of them processes at most."""

@@ -16,6 +16,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
+GATHERED_BYTES = 64 * 2**20
+"""Memory of a GPU that a snapshot may use while it gathers small tensors."""
+PINNED_BYTES = 4 * 2**30
+"""Larger states are copied to ordinary memory, for which the training waits."""
+
 
 class BackgroundWriter:
     """Executes submitted functions in a thread. At the end of the `with` block everything has been written."""
@@ -93,8 +98,10 @@ class Snapshot:
         self._copies: dict[tuple[object, ...], _Copy] = {}
         self._on_gpu: dict[tuple[torch.device, torch.dtype], list[_Copy]] = {}
         self._structure = self._copied(content)
+        pinned = sum(copy.n_bytes for copies in self._on_gpu.values() for copy in copies) <= PINNED_BYTES
         for copies in self._on_gpu.values():
-            _start_transfer(copies)
+            for group in _groups(copies):
+                _start_transfer(group, pinned=pinned)
         self._arrived = None
         if self._on_gpu:
             self._arrived = torch.cuda.Event()
@@ -137,6 +144,7 @@ class _Copy:
         self.shape = tensor.shape
         self.values: Tensor | None = None
         self.is_shared = False
+        self.n_bytes = tensor.numel() * tensor.element_size()
 
     def resolved(self) -> Tensor:
         assert self.values is not None
@@ -145,12 +153,24 @@ class _Copy:
         return self.values
 
 
+def _groups(copies: list[_Copy]) -> Iterator[list[_Copy]]:
+    """Consecutive copies of at most `GATHERED_BYTES` together, or single ones."""
+    group: list[_Copy] = []
+    for copy in copies:
+        if group and sum(other.n_bytes for other in group) + copy.n_bytes > GATHERED_BYTES:
+            yield group
+            group = []
+        group.append(copy)
+    if group:
+        yield group
+
+
 @torch.no_grad()
-def _start_transfer(copies: list[_Copy]) -> None:
-    """Start copying tensors of one type and GPU to the host, in one piece."""
+def _start_transfer(copies: list[_Copy], *, pinned: bool) -> None:
+    """Start copying tensors of one type and GPU to the host, in one piece. pinned: without waiting."""
     tensors = [copy.tensor.reshape(-1) for copy in copies if copy.tensor is not None]
-    gathered = torch.cat(tensors)
-    buffer = torch.empty(gathered.shape, dtype=gathered.dtype, pin_memory=True)
+    gathered = torch.cat(tensors) if len(tensors) > 1 else tensors[0]
+    buffer = torch.empty(gathered.shape, dtype=gathered.dtype, pin_memory=pinned)
     buffer.copy_(gathered, non_blocking=True)
     for copy, part in zip(copies, buffer.split([len(tensor) for tensor in tensors])):
         copy.tensor, copy.values, copy.is_shared = None, part, True

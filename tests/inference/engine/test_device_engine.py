@@ -9,7 +9,6 @@ from __future__ import annotations
 import numpy as np
 import pytest
 import torch
-from torch import nn
 
 from forgefield.data.frame import Frame
 from forgefield.errors import ForgefieldError
@@ -19,30 +18,11 @@ from forgefield.inference.engine.device import DeviceEngine, Systems, refusal
 from forgefield.inference.engine.program import ProgramSize
 from forgefield.inference.lammps.evaluator import Evaluator, Share
 from forgefield.kernels.convolution import passes as convolution
-from forgefield.models import AtomisticModel
 from forgefield.models.edges import edge_vectors
 from forgefield.models.potential import Potential
 from tests.support.kernels import DEVICE, needs_kernels
+from tests.support.springs import Springs
 from tests.support.structures import make_batch, make_frame, make_potential
-
-
-class Springs(AtomisticModel):
-    """Repulsive springs between neighbours, embedded so that energies are not sums over pairs."""
-
-    only_edge_vectors = True
-    species = ("H", "O")
-    cutoff = 3.0
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.stiffness = nn.Parameter(torch.tensor([0.3, 0.7], dtype=torch.float64))
-
-    def forward(self, batch, edges):
-        source, centre = batch["edge_index"]
-        stretch = (self.cutoff - edges.vectors.norm(dim=1)).clamp(min=0.0)
-        energy = self.stiffness[batch["species"][source]] * stretch**3
-        total = energy.new_zeros(len(batch["species"])).index_add(0, centre, energy)
-        return torch.sqrt(1 + total) + self.stiffness[batch["species"]]
 
 
 class Unlike(Springs):

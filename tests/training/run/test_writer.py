@@ -9,6 +9,7 @@ import torch
 from torch import nn
 
 from forgefield.errors import ForgefieldError
+from forgefield.training.run import writer as writer_module
 from forgefield.training.run.writer import BackgroundWriter, Snapshot
 
 
@@ -94,3 +95,18 @@ def test_a_snapshot_does_not_follow_its_content():
     assert copy["transposed"].stride() == content["transposed"].stride()
     assert copy["empty"].shape == (0, 2)
     assert copy["counts"] == {"done": 1}
+
+
+@pytest.mark.parametrize(("limit", "sizes"), [(2**26, [4]), (100, [3, 1]), (1, [1, 1, 1, 1])])
+def test_tensors_of_a_gpu_are_gathered_in_groups_of_limited_size(limit, sizes, monkeypatch):
+    """The same functions, without a GPU."""
+    monkeypatch.setattr(writer_module, "GATHERED_BYTES", limit)
+    tensors = [torch.randn(5, 4), torch.randn(3), torch.ones(()), torch.randn(30)]
+    copies = [writer_module._Copy(tensor) for tensor in tensors]
+    groups = list(writer_module._groups(copies))
+    assert [len(group) for group in groups] == sizes
+    for group in groups:
+        writer_module._start_transfer(group, pinned=False)
+    for copy, tensor in zip(copies, tensors):
+        assert torch.equal(copy.resolved(), tensor)
+        assert copy.resolved().untyped_storage().nbytes() == tensor.nbytes
