@@ -49,7 +49,7 @@ class NearEdges:
     """Edges within the cutoff, sorted by destination, then some that are left over, which connect blank atoms.
 
     index: (2, n_edges) int64, source and destination. vectors: (n_edges, 3) float64, A. reverse: (n_edges,) int64. status: (5,)
-    int64, see `MOVED`; with a count above n_edges the edges are not valid.
+    int64, see `MOVED`; with a count above n_edges, or invalid lists, all edges are left over.
     pointers: (n_atoms + 1,) int64, first edge of each atom; edges from the last of them on belong to no atom.
     counts: (n_atoms,) int64, place: as many as the lists have edges, int32; intermediate results.
     """
@@ -123,7 +123,9 @@ def select_near(
         block=32,
         num_warps=1,
     )
-    ends = torch.cumsum(out.counts, 0, out=out.pointers[1:])
+    ends = torch.cumsum(out.counts, 0)
+    # Without room for all edges, or with invalid lists, none are selected: others would have no edge back.
+    torch.mul(ends, (ends[-1:] <= n_edges) & (invalid == 0), out=out.pointers[1:])
     _kernels().fill_near[(n_atoms,)](
         **common,
         ends=ends,

@@ -167,17 +167,19 @@ def finish_near(
     far: tl.constexpr,
     block: tl.constexpr,
 ):
-    """Reverse edges, and edges of blank atoms."""
+    """Reverse edges, and edges of blank atoms: all edges where they do not fit or the lists are invalid."""
     number = tl.program_id(0).to(tl.int64) * block + tl.arange(0, block)
-    count = tl.load(ends + n_atoms - 1)
+    total = tl.load(ends + n_atoms - 1)
+    is_invalid = tl.load(invalid)
     if tl.program_id(0) == 0:
-        tl.store(status + 2, count)
-        tl.store(status + 3, tl.load(invalid))
+        tl.store(status + 2, total)
+        tl.store(status + 3, is_invalid)
+    count = tl.where((total <= n_edges) & (is_invalid == 0), total, 0)
     listed = number < tl.load(pointers + n_atoms)
     at = tl.load(place + number, mask=listed, other=-1)
     back = tl.load(list_reverse + number, mask=listed, other=0)
     to = tl.load(place + back, mask=listed, other=0).to(tl.int64)
-    fits = listed & (at >= 0) & (at < n_edges)
+    fits = listed & (at >= 0) & (at < count)
     tl.store(reverse + at, tl.minimum(tl.maximum(to, 0), n_edges - 1), mask=fits)
     blank = (number >= count) & (number < n_edges)
     first = tl.load(first_blank)

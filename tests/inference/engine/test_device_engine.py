@@ -18,6 +18,7 @@ from forgefield.inference.engine.device import DeviceEngine, Systems, refusal
 from forgefield.inference.engine.program import ProgramSize
 from forgefield.inference.lammps.evaluator import Evaluator, Share
 from forgefield.kernels.convolution import passes as convolution
+from forgefield.kernels.edges.near import COUNT
 from forgefield.models.edges import edge_vectors
 from forgefield.models.potential import Potential
 from tests.support.kernels import DEVICE, needs_kernels
@@ -134,6 +135,29 @@ def test_more_edges_than_the_program_has_room_for():
         )
         counts.append(engine.captures)
     assert counts[0] == counts[1] < counts[2]
+
+
+@needs_kernels
+@pytest.mark.parametrize("why", ["no room", "invalid lists"])
+def test_edges_that_cannot_be_selected_are_left_over_and_refer_to_existing_ones(why):
+    """Their evaluation is repeated, but its kernels have read them by then."""
+    engine, positions, cells = engine_of([make_frame(12, seed=3, box=9.0)], skin=3.0)
+    engine.evaluate(positions, cells)
+    program = engine._program
+    room = program.size.edges
+    if why == "no room":
+        program.positions.mul_(0.5)
+        program.cell[:1].mul_(0.5)
+    else:
+        program.builder.status.fill_(1)
+    program.run()
+    near = program.near
+    assert (int(near.status[COUNT]) > room) is (why == "no room")
+    assert not near.pointers.any()
+    every = torch.arange(room, device=near.reverse.device)
+    assert torch.equal(near.reverse[near.reverse], every)
+    assert int(near.index.min()) >= 12  # blank atoms
+    assert (near.vectors.norm(dim=1) > program.settings.cutoff).all()
 
 
 @needs_kernels
