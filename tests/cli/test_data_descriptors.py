@@ -32,7 +32,10 @@ def test_a_snapshot_gets_its_inputs(tmp_path, capsys):
     [
         ([], "--grid NX NY NZ"),
         (["--grid", "2", "2", "2", "--type", "gauss"], "gaussian"),
-        (["--grid", "2", "2", "2", "--type", "gaussian", "--twojmax", "4"], "with type=gaussian it is not used"),
+        (
+            ["--grid", "2", "2", "2", "--type", "gaussian", "--twojmax", "4"],
+            "with type=gaussian it has no effect: remove it",
+        ),
         (["--grid", "2", "2", "2", "--element-weights", "Al"], "Al=1 O=0.5"),
     ],
 )
