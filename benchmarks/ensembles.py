@@ -63,7 +63,7 @@ def main() -> None:
         ("one", None, {}),
         ("together", {"size": size, "together": size}, {}),
         *(
-            [("mps", {"size": size, "together": size}, {"CUDA_MPS_PIPE_DIRECTORY": "/tmp/mps"})]
+            [("mps", {"size": size, "together": size}, {"CUDA_MPS_PIPE_DIRECTORY": str(folder / "mps")})]
             if arguments.mps
             else []
         ),

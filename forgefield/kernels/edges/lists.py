@@ -17,7 +17,7 @@ from forgefield.kernels.edges.near import SkinLists
 from forgefield.ops.neighbour_lists import SLACK, complete_lattice
 
 BINS_PER_ATOM, BINS_PER_SYSTEM = 4, 8
-"""There are at most so many bins; where there would be more, they are wider."""
+"""Maximum numbers of bins, per atom and in addition per system; where there would be more, bins are made wider."""
 MOST_BINS_AWAY = 32
 """Bins along one direction within reach of an atom; a cell that is so small that there are more is not supported."""
 ATOMS = 128

@@ -1,4 +1,4 @@
-"""The runs in a folder: found anew at each update, and read again only where they have changed."""
+"""The runs in a folder: searched for at each update, and read again only where they have changed."""
 
 from __future__ import annotations
 

@@ -116,7 +116,7 @@ class _Server(ThreadingHTTPServer):
                 connection.shutdown(socket.SHUT_RDWR)
 
     def handle_error(self, request: Any, client_address: Any) -> None:
-        """A browser that closes a connection early is no error to report."""
+        """A browser that closes a connection early is not reported as an error."""
 
 
 def _listening(port: int | None) -> _Server:
