@@ -32,7 +32,7 @@ FRAMES_PER_CLASS = 3
 
 @dataclass(frozen=True)
 class Property:
-    """options: of the field, as in `data.labels.fields`. n_frames: how many have it. classes: their labels, None for a number."""
+    """options: of the field, as in `data.labels.fields`. n_frames: how many have it. classes: labels, None for a number."""
 
     options: dict[str, Any]
     n_frames: int

@@ -199,7 +199,7 @@ def _classes(setting: int | str | list[float] | None, table: FrameTable, name: s
 
 
 def _require_classes(name: str, classes: list[float], table: FrameTable, *, automatic: bool) -> None:
-    """Raise ForgefieldError for a label that is not one of the classes. automatic: classes are the labels of training frames."""
+    """Raise ForgefieldError for a label that is not one of the classes. automatic: they are the labels of training frames."""
     if np.isin(_labelled(table, name), classes).all():
         return
     for row in range(len(table)):
