@@ -1,6 +1,26 @@
-"""Numbers in messages."""
+"""Numbers in messages, and where messages are shown."""
 
 from __future__ import annotations
+
+import os
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+
+def can_redraw(console: Console) -> bool:
+    """Whether lines that were printed can be replaced by others, as a progress bar does.
+
+    They cannot where programs are told to use colours (FORCE_COLOR) without a terminal, as in the log of a CI, or by the kernel
+    of a notebook, whose cells show everything that a command like `!forgefield train` prints.
+    """
+    if not console.is_terminal or console.is_dumb_terminal:
+        return False
+    if not os.environ.get("FORCE_COLOR"):
+        return True
+    in_notebook = os.environ.get("TERM") == "xterm-color" and os.environ.get("GIT_PAGER") == "cat"  # set by ipykernel
+    return console.file.isatty() and not in_notebook
 
 
 def counted(n: int, noun: str) -> str:

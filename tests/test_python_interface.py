@@ -86,6 +86,7 @@ def test_a_potential_takes_a_structure(run):
     np.testing.assert_allclose(result.forces, atoms.get_forces(), atol=1e-9)
     np.testing.assert_allclose(result.stress, atoms.get_stress(), atol=1e-9)
     assert "eV" in repr(result)
+    assert repr(atoms.calc) == "Calculator(Cu; cutoff 4 A, on cpu)"
     with pytest.raises(forgefield.ForgefieldError, match=r"potential\(atoms\)"):
         potential("structures.xyz")
 

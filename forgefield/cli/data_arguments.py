@@ -14,6 +14,7 @@ from forgefield.cli.arguments import add_option, selected
 from forgefield.config.option import class_doc
 from forgefield.data.options import DataOptions, LabelOptions, UnitOptions
 from forgefield.errors import ForgefieldError
+from forgefield.text import can_redraw
 
 if TYPE_CHECKING:
     from rich.progress import Task
@@ -149,6 +150,9 @@ def progress_bar(title: str, noun: str = "frames", *, speed: bool = True) -> Ite
     if speed:
         columns += [TextColumn("{task.completed:.0f} " + noun), Speed()]
     columns += [TimeRemainingColumn(compact=True)]
-    with Progress(*columns, console=Console(stderr=True), transient=True, speed_estimate_period=30) as bar:
+    console = Console(stderr=True)
+    with Progress(
+        *columns, console=console, transient=True, speed_estimate_period=30, disable=not can_redraw(console)
+    ) as bar:
         task = bar.add_task(title, total=None)
         yield lambda done, total: bar.update(task, completed=done, total=None if total is None else max(done, total))

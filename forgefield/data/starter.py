@@ -64,6 +64,9 @@ class DataFacts:
     remarks: list[str] = field(default_factory=list)
     """What looks wrong in the data, and values that may be labels under unusual names; each a sentence."""
 
+    def __repr__(self) -> str:
+        return f"DataFacts({describe(self).rstrip('.')})"
+
 
 def propose_config(
     files: Sequence[str],

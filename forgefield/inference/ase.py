@@ -201,6 +201,11 @@ class Calculator(AseCalculator):
         self._structure: Atoms | None = None
         self._has_volume = False
 
+    def __repr__(self) -> str:
+        species = ", ".join(self.potential.species)
+        engine = ", engine" if self.engine is not None else ""
+        return f"{type(self).__name__}({species}; cutoff {self.potential.cutoff:g} A, on {self.device}{engine})"
+
     def calculate(
         self,
         atoms: Atoms | None = None,

@@ -39,6 +39,7 @@ from forgefield.models.potential import Potential
 from forgefield.models.resolving import branch_names
 from forgefield.report.figures import check_figure_name
 from forgefield.runs import Run
+from forgefield.text import counted
 from forgefield.trust.choosing import METHODS, most_uncertain, typical_distance
 from forgefield.trust.selection_figure import draw_selection
 from forgefield.trust.structures import labelled_atoms
@@ -75,6 +76,10 @@ class Described:
         return len(self.scores)
 
 
+SHOWN = 10
+"""Number of chosen frames that are displayed."""
+
+
 @dataclass(frozen=True)
 class Selection:
     """The result of `select`.
@@ -90,6 +95,14 @@ class Selection:
     n_pool: int
     tolerance: float
     figure: Path | None = field(default=None)
+
+    def __repr__(self) -> str:
+        lines = [
+            f"  frame {index}: {atoms.get_chemical_formula()}, uncertainty {value:.3g}"
+            for index, atoms, value in zip(self.indices, self.frames, self.uncertainties)
+        ]
+        more = [f"  and {len(lines) - SHOWN} more"] if len(lines) > SHOWN else []
+        return "\n".join([f"Selection({len(lines)} of {counted(self.n_pool, 'frame')})", *lines[:SHOWN], *more])
 
 
 def select_frames(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import sys
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext
@@ -44,6 +45,11 @@ class SourceInspection:
     """Names of values in the files that are not labels."""
     hints: Mapping[str, str]
     """By label: which of these values may be the label, as a sentence."""
+
+    def __repr__(self) -> str:
+        text = io.StringIO()
+        print_inspection(self, Console(file=text, width=WIDE, highlight=False, no_color=True, force_jupyter=False))
+        return text.getvalue().rstrip()
 
 
 def inspect_data(

@@ -24,6 +24,7 @@ from rich.table import Table
 from rich.text import Text
 
 from forgefield.tasks.metrics import UNITS
+from forgefield.text import can_redraw
 from forgefield.training.module import Throughput
 from forgefield.training.optim.schedules import current_learning_rate
 from forgefield.training.run.summary import digits
@@ -292,7 +293,7 @@ class RunProgress(ProgressBar):
 
     @property
     def _is_live(self) -> bool:
-        return self.console.is_terminal or self.console.is_jupyter
+        return self.console.is_jupyter or can_redraw(self.console)
 
     def _refresh(self, trainer: L.Trainer, *, now: bool = False) -> None:
         if self._live is None:

@@ -24,6 +24,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 
 from forgefield.errors import ForgefieldError
 from forgefield.parallel.ranks import Ranks, single_process
+from forgefield.text import can_redraw
 
 MODES = ("master", "collect", "workers")
 WARNINGS = "warnings.txt"
@@ -190,7 +191,7 @@ Batch = TypeVar("Batch")
 
 def with_progress(batches: Iterable[Batch], n_batches: int, journal: Journal, what: str) -> Iterator[Batch]:
     """The batches, with a progress bar or, in a log, lines. what: what is evaluated, for messages."""
-    if journal.console.is_terminal and not journal.console.is_jupyter and journal.ranks.is_rank_zero:
+    if can_redraw(journal.console) and not journal.console.is_jupyter and journal.ranks.is_rank_zero:
         columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
         with Progress(*columns, console=journal.console, transient=True) as bar:
             yield from bar.track(batches, total=n_batches, description=f"evaluating {what}")

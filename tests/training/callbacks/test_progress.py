@@ -101,6 +101,18 @@ def test_a_log_gets_one_line_per_epoch_with_units() -> None:
     assert lines[2].endswith("left 0s")
 
 
+@pytest.mark.parametrize("term", ["xterm-color", "dumb"])
+def test_the_cell_of_a_notebook_and_the_log_of_a_ci_get_lines(monkeypatch: pytest.MonkeyPatch, term: str) -> None:
+    """Both are told to use colours (FORCE_COLOR), but cannot redraw lines."""
+    monkeypatch.setenv("FORCE_COLOR", "1")
+    monkeypatch.setenv("GIT_PAGER", "cat")
+    monkeypatch.setenv("TERM", term)
+    console = Console(file=io.StringIO(), width=200)
+    assert console.is_terminal
+    train(RunProgress(console))
+    assert [line[:9] for line in written(console).splitlines()] == ["epoch 1/3", "epoch 2/3", "epoch 3/3"]
+
+
 def test_a_long_log_is_thinned_but_keeps_the_last_line() -> None:
     console = log_console()
     train(RunProgress(console), epochs=137, batches=1)
