@@ -14,8 +14,9 @@ import argparse
 import gc
 import time
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from functools import partial
+from itertools import cycle
 from typing import Any
 
 import numpy as np
@@ -274,12 +275,8 @@ def predict_row(potential: Potential, n_atoms: int, steps: int, device: torch.de
         )
     for engine in (True, False):
         evaluator = BatchEvaluator(potential, device, engine=engine, notify=print)
-        number = iter(range(10**9))
-        milliseconds = timed(
-            lambda: evaluator(batches[next(number) % 4], forces=True, stress=True)[0]["forces"].cpu(),
-            max(2, steps if engine else steps // 6),
-            device,
-        )
+        step = partial(_evaluate_next, evaluator, cycle(batches))
+        milliseconds = timed(step, max(2, steps if engine else steps // 6), device)
         frames_per_s = 1e3 * (n_atoms // SMALL) / milliseconds
         how = "engine" if engine else "eager "
         print(
@@ -287,6 +284,10 @@ def predict_row(potential: Potential, n_atoms: int, steps: int, device: torch.de
             f"{frames_per_s:9.0f} frames/s",
             flush=True,
         )
+
+
+def _evaluate_next(evaluator: BatchEvaluator, batches: Iterator[dict[str, torch.Tensor]]) -> None:
+    evaluator(next(batches), forces=True, stress=True)[0]["forces"].cpu()
 
 
 def engine_row(potential: Potential, n_atoms: int, steps: int, device: torch.device, label: str) -> None:

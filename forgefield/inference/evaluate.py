@@ -1,7 +1,7 @@
 """Evaluation of a potential: one batch, many batches, or a data set.
 
-`forgefield predict`, `forgefield test` and the evaluation at the end of a training use `BatchEvaluator`: on a GPU the evaluation
-engine (`inference/engine`), otherwise `evaluate_batch`, which calls the model itself and which the ASE calculator uses as well.
+`forgefield predict`, `forgefield test` and the evaluation at the end of a training use `BatchEvaluator`: on a GPU the
+evaluation engine (`inference/engine`), otherwise `evaluate_batch`, which calls the model itself, as the ASE calculator does.
 """
 
 from __future__ import annotations
@@ -111,7 +111,9 @@ class BatchEvaluator:
         notify: Notify = lambda text: None,
     ) -> None:
         self.potential = potential
-        self.engine = BatchEngine(potential, device, notify=notify) if may_use_engine(potential, device, engine) else None
+        self.engine = (
+            BatchEngine(potential, device, notify=notify) if may_use_engine(potential, device, engine) else None
+        )
 
     @property
     def builds_edges(self) -> bool:
@@ -177,9 +179,7 @@ def _predict_in_parts(
     return [found for part in parts for found in _predict_in_parts(evaluator, part, forces=forces, stress=stress)]
 
 
-def _predict_batch(
-    evaluator: BatchEvaluator, batch: Batch, *, forces: bool, stress: bool
-) -> dict[str, np.ndarray]:
+def _predict_batch(evaluator: BatchEvaluator, batch: Batch, *, forces: bool, stress: bool) -> dict[str, np.ndarray]:
     out, extra = evaluator(batch, forces=forces, stress=stress)
     potential = evaluator.potential
     n_frames, n_atoms = len(batch["n_atoms"]), len(batch["species"])

@@ -189,7 +189,9 @@ def _predict_frames(
         outputs, extra = evaluator(batch, forces=True, stress=any(frame.volume > 0 for frame in frames))
     except ForgefieldError:
         if evaluator.builds_edges:
-            batch_from_frames(frames, species, graph)  # names the file and the frame of a structure that has no neighbour list
+            batch_from_frames(
+                frames, species, graph
+            )  # names the file and the frame of a structure that has no neighbour list
         raise
     arrays = {name: value.cpu().numpy() for name, value in (outputs | extra).items()}
     ends = np.cumsum([len(frame) for frame in frames])[:-1]

@@ -211,7 +211,9 @@ def test_a_file_of_predictions(tmp_path):
         atoms.info["temperature"] = 300.0 + number
     ase.io.write(tmp_path / "source.extxyz", images)
     found, wanted = (
-        ase.io.read(predict_file(potential, tmp_path / "source.extxyz", tmp_path / f"{engine}.xyz", 2, engine=engine), ":")
+        ase.io.read(
+            predict_file(potential, tmp_path / "source.extxyz", tmp_path / f"{engine}.xyz", 2, engine=engine), ":"
+        )
         for engine in (None, False)
     )
     for one, other in zip(found, wanted):

@@ -16,7 +16,7 @@ from forgefield.models.edges import Batch
 from forgefield.models.potential import Potential
 
 SKIN = 0.05
-"""A. Lists are used once; the skin covers only that a distance next to the cutoff may be rounded differently in each direction."""
+"""A. Lists are used once; with this skin it does not matter how distances next to the cutoff are rounded in them."""
 ROOM = Room(edges=0.15, atoms=0.15)
 
 

@@ -174,8 +174,8 @@ class DeviceEngine:
         self._systems, self._program = systems, None
 
     def replace_systems(self, systems: Systems) -> None:
-        """The same for systems that follow others of similar sizes: where they fit into the program in use, it is kept, and lists
-        are built on the device. Sums are then in the order of that program, so that the last bit depends on it."""
+        """The same for systems that follow others of similar sizes: where they fit into the program in use, it is kept, and
+        lists are built on the device. Sums are then in the order of that program, on which the last bit depends."""
         program, (n_systems, n_atoms) = self._program, systems.sizes
         if program is None or not (n_systems < program.size.systems and n_atoms < program.size.atoms):
             self.set_systems(systems)
