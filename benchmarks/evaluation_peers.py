@@ -2,11 +2,15 @@
 
     python benchmarks/evaluation_peers.py nequip:192 nequip:1536 mace:192 ...
 
-The same boxes of water, integrator and scaled forces as the row `ase` of `evaluation.py`. `nequip` is the calculator of NequIP with a
-model of the same size (4 layers, l_max 2, 64 features, parity off, float32) without compilation, `nequip-script` the same with
-TorchScript. `mace` is mace-torch's calculator (2 layers, 128x0e + 128x1o, l_max 3, correlation 3, float32), `mace-cueq` with
-cuEquivariance. Rows whose program is not installed print the error, and the others follow. mace-torch needs e3nn 0.4.4, so that
-the two programs need different environments (and on torch 2.6 or newer TORCH_FORCE_NO_WEIGHTS_ONLY_LOAD=1).
+The same boxes of water, integrator and scaled forces as the row `ase` of `evaluation.py`. Programs:
+
+- `nequip`: NequIP's calculator with a model of the same size (4 layers, l_max 2, 64 features, parity off, float32), as it is,
+- `nequip-script`: the same with TorchScript,
+- `mace`: mace-torch's calculator (2 layers, 128x0e + 128x1o, l_max 3, correlation 3, float32),
+- `mace-cueq`: the same with cuEquivariance.
+
+A row whose program is not installed prints the error, and the others follow. mace-torch needs e3nn 0.4.4, so that the two
+programs need different environments (and on torch 2.6 or newer TORCH_FORCE_NO_WEIGHTS_ONLY_LOAD=1).
 """
 
 from __future__ import annotations
