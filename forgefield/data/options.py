@@ -26,7 +26,8 @@ DEFAULT_POINTS = 1000
 
 @dataclass
 class BatchOptions:
-    """Size of a batch on each process, counted in frames, atoms or edges. Default: 8 frames."""
+    """Size of a batch on each process, counted in frames, atoms or edges. Default: a number of frames with about 128
+    atoms, at most 32 frames and a quarter of the training frames."""
 
     frames: int | None = option(None, above=0)
     """Number of frames per batch."""

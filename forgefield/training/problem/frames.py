@@ -14,14 +14,14 @@ from forgefield.config.trust import CONFIG
 from forgefield.data.batch import batch_shapes
 from forgefield.data.module import DataModule, FrameData, read_data
 from forgefield.data.padding import plan_sizes
-from forgefield.data.sampling.batching import training_budget
+from forgefield.data.sampling.batching import sized, training_budget
 from forgefield.data.sampling.loader import FrameLoader
 from forgefield.models.building import build_model
 from forgefield.models.potential import Potential
 from forgefield.models.resolving import branch_names
 from forgefield.parallel.accelerators import evaluation_device
 from forgefield.parallel.reductions import StepExchange
-from forgefield.runs import Run
+from forgefield.runs import OmittedOptions, Run
 from forgefield.settings import Config
 from forgefield.tasks.metrics import UNITS
 from forgefield.tasks.options import TaskOptions, quantity
@@ -66,6 +66,8 @@ def build_frames_problem(config: Config, data: FrameData | None = None) -> Frame
 
 class FramesProblem(Problem):
     data: FrameData
+    defaults: OmittedOptions
+    """What options that the config leaves out mean in this run."""
     batches: DataModule
     """Batches of the loaders; set by `loader`."""
     task: Task
@@ -87,6 +89,9 @@ class FramesProblem(Problem):
     def prepare(self, data: FrameData | None = None) -> None:
         """data: read before, for the same `data` section."""
         config, journal = self.config, self.session.journal
+        ranks = self.session.ranks
+        stored = self.run.info if ranks.is_rank_zero and self.has_begun else None
+        self.defaults = ranks.broadcast(OmittedOptions() if stored is None else OmittedOptions.of_run(stored))
         self.data = data if data is not None else self._read()
         self._resolve()
         self.model = build_model(
@@ -101,8 +106,6 @@ class FramesProblem(Problem):
 
     def _read(self) -> FrameData:
         config, ranks = self.config, self.session.ranks
-        # A run that was started when splits could leave a species out of training keeps its split.
-        keep_species = not (ranks.is_rank_zero and self.has_begun) or bool(self.run.info["keep_species"])
         return read_data(
             config.data,
             config.seed,
@@ -110,7 +113,8 @@ class FramesProblem(Problem):
             world_size=ranks.world_size,
             branches=branch_names(config.model if self.initial is None else self.initial.source.resolved),
             species_of=None if self.initial is None else self.initial.source.name,
-            keep_species=ranks.broadcast(keep_species),
+            keep_species=self.defaults.keep_species,
+            frames_by_default=self.defaults.frames,
             converting=_conversion_report(self.session.journal.notify),
         )
 
@@ -119,7 +123,7 @@ class FramesProblem(Problem):
         options."""
         ranks = self.session.ranks
         self.data = data = replace(self.data, statistics=ranks.broadcast(self.data.statistics))
-        self.task_options = options = requested_task(self.config, data)
+        self.task_options = options = requested_task(self.config, data, stress_by_default=self.defaults.stress)
         for name, dataset in data.splits():
             if name != "train":
                 require_any_label(options, name, dataset)
@@ -252,12 +256,16 @@ class FramesProblem(Problem):
             "cutoff": self.config.cutoff,
             "statistics": asdict(self.data.statistics),
             "initial_model": self.initial.record if self.initial is not None else None,
-            "keep_species": self.data.keep_species,
+            **OmittedOptions(self.data.keep_species, self.data.frames_by_default, self.defaults.stress).record(),
         }
 
     def batch_row(self) -> str:
         accumulate = self.options.get("accumulate_grad_batches") or 1
-        return effective_batch(training_budget(self.config.data), self.session.ranks.world_size, accumulate)
+        row = effective_batch(training_budget(self.data.options), self.session.ranks.world_size, accumulate)
+        if sized(self.config.data, 1) is self.config.data:
+            return row
+        atoms = self.data.frames_by_default * float(self.data.train.n_atoms.mean())
+        return f"{row} (data.batch is not set; about {atoms:.0f} atoms in a batch)"
 
     @property
     def units(self) -> dict[str, str]:
