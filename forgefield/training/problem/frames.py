@@ -49,6 +49,7 @@ from forgefield.training.problem.problem import Problem, TrainingSession
 from forgefield.training.problem.transfer import Transfer, transfer
 from forgefield.training.run.checkpoint import ResumePoint
 from forgefield.training.run.start_summary import effective_batch
+from forgefield.training.validation_batches import ValidationBatches
 
 
 def build_frames_problem(config: Config, data: FrameData | None = None) -> FramesProblem:
@@ -79,6 +80,7 @@ class FramesProblem(Problem):
         self, run: Run, config: Config, options: dict[str, Any], session: TrainingSession, *, resumes: bool = True
     ) -> None:
         super().__init__(run, config, options, session, resumes=resumes)
+        self._validation: FrameLoader | None = None
         begun, trust_code = self.has_begun, session.trust_code
         self.initial = initial_model(run, config, session.ranks, begun=begun, trust_code=trust_code)
         if self.initial is not None:
@@ -172,26 +174,22 @@ class FramesProblem(Problem):
             self.config.training,
             self.data.species.symbols,
             starter=self._engine_starter(restart, quick),
+            validation=self._validation_batches(restart, quick),
             shapes=batch_shapes(self.data.train.fields),
         )
         return self.module_of(executor, monitor, exchange)
 
     def _engine_starter(self, restart: ResumePoint | None, quick: bool) -> EngineStarter:
         """Starts the engine; a resumed run keeps its engine, unless the config names another one."""
-        run, ranks, training = self.run, self.session.ranks, self.config.training
-        stored = run.info.get("engine") if ranks.is_rank_zero and restart is not None else None
-
-        def store(choice: dict[str, Any]) -> None:
-            if ranks.is_rank_zero and not quick:
-                run.write_info(engine=choice)
-
+        training = self.config.training
+        stored, store = self._stored("engine", restart, quick)
         return EngineStarter(
             training,
-            ranks,
+            self.session.ranks,
             plan=lambda: plan_sizes(self.batches.train_dataloader().batch_sizes(), at_most=training.graphs.sizes),
             tolerance=Precision(training.precision).tolerance,
             notify=self.session.journal.notify,
-            stored_choice=ranks.broadcast(stored),
+            stored_choice=stored,
             store=store,
             compiling=self.session.stop.at_once,
             evaluation_plan=lambda: plan_sizes(self._validation_sizes(), at_most=training.graphs.sizes),
@@ -199,8 +197,31 @@ class FramesProblem(Problem):
 
     def _validation_sizes(self) -> np.ndarray:
         """(n, 3): frames, atoms and edges of the batches of a validation; empty if edges are not counted."""
-        loader = self.batches.val_dataloader()
-        return loader.batch_sizes(epochs=1) if isinstance(loader, FrameLoader) else np.empty((0, 3), dtype=np.int64)
+        loader = self._validation
+        return np.empty((0, 3), dtype=np.int64) if loader is None else loader.batch_sizes(epochs=1)
+
+    def _validation_batches(self, restart: ResumePoint | None, quick: bool) -> ValidationBatches | None:
+        """Chooses the size of batches of the validation; None if the config sets it."""
+        if self.config.data.eval_batch is not None:
+            return None
+        stored, store = self._stored("validation_batch", restart, quick)
+        notify = self.session.journal.notify
+        return ValidationBatches(
+            lambda: self._validation, self.session.ranks, notify=notify, stored=stored, store=store
+        )
+
+    def _stored(
+        self, key: str, restart: ResumePoint | None, quick: bool
+    ) -> tuple[dict[str, Any] | None, Callable[[dict[str, Any]], None]]:
+        """A choice in `run.json` that a resumed run keeps, on all ranks, and a function that stores it."""
+        ranks = self.session.ranks
+
+        def store(choice: dict[str, Any]) -> None:
+            if ranks.is_rank_zero and not quick:
+                self.run.write_info(**{key: choice})
+
+        stored: dict[str, Any] | None = self.run.info.get(key) if ranks.is_rank_zero and restart is not None else None
+        return ranks.broadcast(stored), store
 
     def refuse(self, device: torch.device) -> None:
         refuse_engine(self.config.training, device)
@@ -222,7 +243,9 @@ class FramesProblem(Problem):
         return self.batches
 
     def val_loader(self) -> FrameLoader | list[Any]:
-        return self.batches.val_dataloader()
+        loader = self.batches.val_dataloader()
+        self._validation = loader if isinstance(loader, FrameLoader) else None
+        return loader
 
     def describe_data(self) -> list[tuple[str, str]]:
         return self.batches.describe()
