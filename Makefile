@@ -1,6 +1,6 @@
 # make demo   trains the built-in example and writes its report
 # make test   runs the whole test suite
-# make docs   builds the documentation in docs/_build/html;  make links checks its links to other sites
+# make docs   builds the documentation in docs/_build/html;  make linkcheck checks its links to other sites
 # All work from a bare clone: they make .venv and install into it first.
 
 PYTHON ?= python3
@@ -14,7 +14,7 @@ KERNEL_TESTS := tests/kernels tests/ldos/training/test_fused.py tests/ldos/train
   tests/training/engines/test_graphs_load.py tests/inference/engine
 
 # make reference, make tutorials, make dist: generated pages, executed tutorials, sdist and wheel
-.PHONY: demo test docs links reference tutorials dist lint format clean
+.PHONY: demo test docs linkcheck reference tutorials dist lint format clean
 .DEFAULT_GOAL := demo
 
 $(INSTALLED): pyproject.toml constraints.txt
@@ -48,8 +48,8 @@ docs: $(SPHINX)
 	@echo "docs/_build/html/index.html"
 
 # Addresses of other sites in the documentation; links between its pages are checked by `make docs`.
-links: $(SPHINX)
-	$(BIN)/python -m sphinx -q -b linkcheck docs docs/_build/links
+linkcheck: $(SPHINX)
+	$(BIN)/python -m sphinx -q -b linkcheck docs docs/_build/linkcheck
 
 # Three workers for two cores: some tests wait for launchers and schedulers, and others run meanwhile. After failures
 # in the first part (status 1) the kernel tests run as well.

@@ -43,7 +43,10 @@ VERBS = {
     "runs": ("runs", "list the runs in a folder with their state and errors"),
     "compare": ("compare", "compare the errors and settings of runs"),
     "report": ("report", "rewrite the report of a run, a self-contained HTML page"),
-    "convert-config": ("convert_config", "convert an input file of DeePMD-kit to a Forgefield config"),
+    "convert-config": (
+        "convert_config",
+        "convert an input of DeePMD-kit, NequIP or Allegro to a Forgefield config",
+    ),
     "import": ("import_", "import a model of another program as a run"),
     "export": ("export", "export the model of a run for another program"),
     "lammps": ("lammps", "run a LAMMPS input file with pair_style forgefield"),

@@ -1,6 +1,7 @@
 """Convert an input file of DeePMD-kit or a config of NequIP or Allegro to a commented Forgefield config of the same training.
 
-`forgefield train input.json` also works without conversion; both give the same training.
+`forgefield train input.json` also works without conversion; both give the same training. MACE's options are not converted:
+`forgefield init train.xyz` writes a config for its data; the page "Coming from MACE" of the documentation lists the options.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ EXAMPLES = """\
 examples:
   forgefield convert-config input.json
   forgefield convert-config input.json -o water.yaml
+  forgefield convert-config nequip.yaml -o water.yaml
   forgefield train water.yaml
 """
 
@@ -20,7 +22,10 @@ examples:
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.epilog = EXAMPLES
     parser.add_argument(
-        "input", metavar="INPUT", type=Path, help="input file of DeePMD-kit (.json, .yaml) or config of NequIP (.yaml)"
+        "input",
+        metavar="INPUT",
+        type=Path,
+        help="input of DeePMD-kit (.json, .yaml) or config of NequIP or Allegro (.yaml)",
     )
     parser.add_argument("-o", "--out", metavar="FILE", type=Path, help="config to write (default: print it)")
     parser.add_argument("--force", action="store_true", help="overwrite the config if it exists")

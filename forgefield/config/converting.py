@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
 
 from forgefield.config.deepmd import is_deepmd_input, read_input, translation
@@ -11,6 +12,9 @@ from forgefield.config.nequip import is_nequip_config, nequip_translation
 from forgefield.config.nequip.translation import COMMENTS as NEQUIP_COMMENTS
 from forgefield.config.template import require_config_path, write_config, yaml_with_comments
 from forgefield.errors import ForgefieldError
+
+_MACE = {"r_max", "train_file", "E0s", "max_num_epochs"}
+"""Keys that a config of MACE has at its top."""
 
 
 def convert_input(file: Path, out: Path | None = None, *, overwrite: bool = False) -> str:
@@ -28,6 +32,12 @@ def convert_input(file: Path, out: Path | None = None, *, overwrite: bool = Fals
     elif is_deepmd_input(content):
         translated, comments = translation(content, file), DEEPMD_COMMENTS
         kind = "an input of DeePMD-kit"
+    elif isinstance(content, Mapping) and _MACE & set(content):
+        raise ForgefieldError(
+            f"{file} is a config of MACE, which is not converted; write one for its data with `forgefield init "
+            f"{content.get('train_file') or 'TRAIN_FILE'}` and set `model: {{name: mace}}` (the page 'Coming from MACE' lists "
+            "the options)."
+        )
     else:
         raise ForgefieldError(
             f"{file} is not an input of DeePMD-kit, which has the sections 'training' and 'model' with a type_map, nor of "

@@ -97,6 +97,10 @@ def test_comments_say_what_settings_mean_and_what_became_of_keys(
     [
         (["gone.json"], "config file gone.json not found"),
         (["own.yaml"], "own.yaml is not an input of DeePMD-kit"),
+        (
+            ["mace.yaml"],
+            "mace.yaml is a config of MACE, which is not converted; write one for its data with `forgefield init a.xyz`",
+        ),
         (["input.json", "-o", "out.json"], "a config ends in .yaml"),
         (["input.json", "-o", "own.yaml"], "own.yaml exists already; --force overwrites it"),
         (["input.json", "-o", "nowhere/out.yaml"], "there is no folder nowhere"),
@@ -107,5 +111,6 @@ def test_refusals(words: list[str], said: str, folder: Path, capsys: pytest.Capt
     Path("input.json").write_text(json.dumps(WATER))
     Path("bad.json").write_text(json.dumps(changed({"training.numbsteps": 5})))
     Path("own.yaml").write_text("data: {train: a.xyz}\n")
+    Path("mace.yaml").write_text("train_file: a.xyz\nr_max: 5.0\n")
     assert main(["convert-config", *words]) == 2
     assert said in capsys.readouterr().err
