@@ -14,7 +14,7 @@ from torch import Tensor
 from forgefield.models.allegro.importer import EMBEDDINGS, FIXED, OPTIONS, PERCEPTRONS, weight_columns
 from forgefield.models.allegro.model import Allegro
 from forgefield.models.allegro.options import AllegroOptions
-from forgefield.models.allegro.tensors import EnvironmentCoupling, harmonic_irreps, layer_irreps
+from forgefield.models.allegro.tensors import EnvironmentCoupling, Irrep, harmonic_irreps, layer_irreps
 from forgefield.models.nequip.checkpoints import (
     check_exportable,
     perceptron_state,
@@ -62,6 +62,8 @@ def allegro_state(model: Allegro) -> dict[str, Tensor]:
             for number, (name, value) in enumerate(matrices.items())
         }
     state |= dict(_coupling_state(model))
+    if not model.options.weight_individual_irreps:
+        state["allegro._env_weighter._rtoi"] = torch.empty(0, dtype=model.weight_dtype())
     return state | _spline_state(model.options, own)
 
 
@@ -82,7 +84,7 @@ def _spline_state(options: AllegroOptions, own: dict[str, Tensor]) -> dict[str, 
     number, span = options.num_splines or 16, options.spline_span or 12
     name, lower = "radial_chemical_embed.spline", torch.arange(-span, number - span, dtype=torch.float64) / number
     return {
-        f"{name}.class_embed.weight": own["splines"].transpose(1, 2).flatten(1),
+        f"{name}.class_embed.weight": own["splines"].transpose(1, 2).flatten(1).double(),
         f"{name}.lower": lower,
         f"{name}.upper": lower + (span + 1) / number,
     }
@@ -96,21 +98,24 @@ def _coupling_state(model: Allegro) -> Iterator[tuple[str, Tensor]]:
         if not model.options.tp_path_channel_coupling:
             weight = weight.squeeze(0)
         one_path = len(coupling.paths) == 1
-        table = _coefficients(coupling, irreps[number], environment, irreps[number + 1]).to(weight.dtype)
+        table = _coefficients(coupling, (irreps[number], environment, irreps[number + 1]), weight.dtype)
         yield f"allegro.tps.{number}.weights", weight.squeeze(-1) if one_path else weight
         yield f"allegro.tps.{number}.w3j", table.squeeze(0) if one_path else table
 
 
-def _coefficients(coupling: EnvironmentCoupling, features: Any, environment: Any, results: Any) -> Tensor:
-    """(paths, components of features, of environment, of results) float64; without the axis of the environment where all
-    coefficients that are not zero couple a component with the one of the same number."""
-    starts = [[sum(ir.dim for ir in irreps[:n]) for n in range(len(irreps) + 1)] for irreps in (features, environment, results)]
-    table = torch.zeros(len(coupling.paths), *(ends[-1] for ends in starts), dtype=torch.float64)
+def _coefficients(
+    coupling: EnvironmentCoupling, irreps: tuple[Sequence[Irrep], Sequence[Irrep], Sequence[Irrep]], dtype: torch.dtype
+) -> Tensor:
+    """(paths, components of features, of environment, of results); without the axis of the environment where all coefficients
+    that are not zero couple a component with the one of the same number. irreps: of features, environment and results."""
+    starts = [[sum(ir.dim for ir in part[:n]) for n in range(len(part) + 1)] for part in irreps]
+    table = torch.zeros(len(coupling.paths), *(ends[-1] for ends in starts), dtype=dtype)
     for number, path in enumerate(coupling.paths):
-        irreps = features[path.feature], environment[path.environment], results[path.result]
-        where = [slice(ends[n], ends[n + 1]) for ends, n in zip(starts, path)]
-        table[number][tuple(where)] = clebsch_gordan(*(ir.l for ir in irreps)) * irreps[2].dim ** 0.5
-    diagonal = table.diagonal(dim1=1, dim2=2) if table.shape[1] == table.shape[2] else None  # (paths, results, components)
-    if diagonal is not None and diagonal.count_nonzero() == table.count_nonzero():
-        return diagonal.transpose(1, 2)
+        a, b, c = (part[n] for part, n in zip(irreps, path))
+        where = tuple(slice(ends[n], ends[n + 1]) for ends, n in zip(starts, path))
+        table[number][where] = clebsch_gordan(a.l, b.l, c.l).to(dtype) * c.dim**0.5
+    if table.shape[1] == table.shape[2]:
+        diagonal = table.diagonal(dim1=1, dim2=2)  # (paths, components of results, of features)
+        if diagonal.count_nonzero() == table.count_nonzero():
+            return diagonal.transpose(1, 2)
     return table

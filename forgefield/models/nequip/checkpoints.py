@@ -48,7 +48,9 @@ def check_exportable(
         names = ", ".join(potential.extra_outputs) or "forces that are not the derivative of its energy"
         raise ForgefieldError(f"this model also predicts {names}, which {program} does not support.")
     if model.adaptive_cutoff is not None:
-        raise ForgefieldError(f"this model has an adaptive cutoff (data.adaptive_cutoff), which {program} does not have.")
+        raise ForgefieldError(
+            f"this model has an adaptive cutoff (data.adaptive_cutoff), which {program} does not have."
+        )
     if model.weight_dtype() not in (torch.float32, torch.float64):
         raise ForgefieldError(f"weights of type {model.weight_dtype()} are not supported by {program}.")
 
@@ -107,7 +109,7 @@ def write_checkpoint(path: str | os.PathLike[str], settings: Mapping[str, Any], 
     """Write the checkpoint of a model with these options and this state, by the framework's names of modules."""
     path = Path(path)
     complete = {"run_stage": torch.zeros(1, dtype=torch.long)}
-    complete[f"{_ROOT}_empty"] = torch.empty(0, dtype=torch.float64)
+    complete[f"{_ROOT}_empty"] = torch.empty(0, dtype=getattr(torch, settings["model_dtype"]))
     complete |= {f"{_ROOT}func.{name}": value.detach().cpu().clone().contiguous() for name, value in state.items()}
     training_module = {"_target_": _MODULE, "model": dict(settings)}
     content = {
@@ -137,8 +139,8 @@ def write_checkpoint(path: str | os.PathLike[str], settings: Mapping[str, Any], 
 
 
 def _example_data(settings: Mapping[str, Any]) -> dict[str, Any]:
-    """Data for `nequip-package` and `nequip-compile`, which trace the model on a structure: copper atoms that NequIP makes itself,
-    taken for atoms of the first type."""
+    """Data for `nequip-package` and `nequip-compile`, which trace the model on a structure: copper atoms that NequIP makes
+    itself, taken for atoms of the first type."""
     names = settings["type_names"]
     transforms: list[dict[str, Any]] = [
         {
@@ -152,6 +154,6 @@ def _example_data(settings: Mapping[str, Any]) -> dict[str, Any]:
     return {
         "_target_": "nequip.data.datamodule.NequIPDataModule",
         "seed": 0,
-        "train_dataset": {**dataset, "supercell": [2, 2, 2]},
+        **{f"{part}_dataset": {**dataset, "supercell": [2, 2, 2]} for part in ("train", "val")},
         "train_dataloader": {"_target_": "torch.utils.data.DataLoader", "batch_size": 1},
     }

@@ -68,13 +68,14 @@ def _layer_state(layer: Interaction, dtype: torch.dtype) -> Iterator[tuple[str, 
     yield "conv.linear_2.weight", layer.linear_out.weight.detach()
     if layer.self_connection is not None:
         yield "conv.sc.weight", layer.self_connection.weight.detach()
-        masks["conv.sc"] = left
-    for name, size in masks.items():  # ones: every output exists
+        reached = {layer.nonlinearity.in_blocks[target] for _, target in layer.self_pairs}
+        is_norm = isinstance(layer.nonlinearity, NormActivation)
+        blocks = layer.nonlinearity.out_blocks if is_norm else layer.nonlinearity.in_blocks
+        mask = torch.cat([torch.full((block.dim,), float(block in reached)) for block in blocks])
+        yield "conv.sc.output_mask", mask.to(dtype)
+    for name, size in masks.items():  # ones: every output is computed
         yield f"{name}.output_mask", torch.ones(size, dtype=dtype)
-        if not name.startswith(("conv.linear", "conv.sc")):
-            yield f"{name}.weight", nothing
-    for name in ("conv.linear_1", "conv.linear_2"):
-        yield f"{name}.bias", nothing
+        yield f"{name}.{'bias' if name.startswith('conv.linear') else 'weight'}", nothing
     yield from perceptron_state("conv.edge_mlp", layer.radial).items()
     degrees = {(layer.in_blocks[path.source].l, path.l2, path.l3) for path in layer.plan.paths}
     for l1, l2, l3 in sorted(degrees):
