@@ -24,6 +24,7 @@ from forgefield.models.nequip.checkpoints import (
 )
 from forgefield.models.potential import Potential
 from forgefield.ops.harmonics import clebsch_gordan
+from forgefield.ops.linear import Perceptron
 
 
 def write_allegro(potential: Potential, path: str | os.PathLike[str], *, sel: Sequence[int] | None = None) -> Path:
@@ -56,7 +57,9 @@ def allegro_state(model: Allegro) -> dict[str, Tensor]:
     networks = {theirs: ours for theirs, ours in PERCEPTRONS.items() if hasattr(model, ours)}
     networks |= {f"allegro.latents.{number}": f"latents.{number}" for number in range(len(model.latents))}
     for theirs, ours in networks.items():
-        matrices = perceptron_state(theirs, model.get_submodule(ours))
+        network = model.get_submodule(ours)
+        assert isinstance(network, Perceptron)
+        matrices = perceptron_state(theirs, network)
         state |= {
             name: _by_channel(f"{ours}.weights.{number}", value, resolved)
             for number, (name, value) in enumerate(matrices.items())
