@@ -32,7 +32,7 @@ from forgefield.models.potential import Potential
 from forgefield.models.resolving import branch_names
 from forgefield.parallel.accelerators import evaluation_device
 from forgefield.parallel.ranks import Ranks, single_process
-from forgefield.runs import PackagedRun, Run
+from forgefield.runs import OmittedOptions, PackagedRun, Run
 from forgefield.settings import Config
 from forgefield.training.fit import TrainingResult
 from forgefield.training.run.journal import Journal
@@ -283,8 +283,14 @@ def training_data(run: Run) -> FrameData:
         )
     config = run.config
     try:
-        branches = branch_names(run.info["model"])
-        return read_data(config.data, config.seed, branches=branches, keep_species=bool(run.info["keep_species"]))
+        branches, defaults = branch_names(run.info["model"]), OmittedOptions.of_run(run.info)
+        return read_data(
+            config.data,
+            config.seed,
+            branches=branches,
+            keep_species=defaults.keep_species,
+            frames_by_default=defaults.frames,
+        )
     except ForgefieldError as error:
         raise ForgefieldError(f"The training data of run {run.name} is not available: {error}") from error
 
