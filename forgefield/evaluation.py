@@ -257,6 +257,7 @@ def evaluate(
         forces="forces" in labels,
         stress="stress" in labels,
         device=device,
+        notify=journal.notify if journal is not None else print if ranks.is_rank_zero else lambda text: None,
     )
     gathered = ranks.gather(parts)
     if not ranks.is_rank_zero:

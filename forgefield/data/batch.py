@@ -133,20 +133,23 @@ def batch_shapes(fields: Fields) -> Shapes:
 
 
 def batch_from_frames(
-    frames: Sequence[Frame], species: SpeciesTable, graph: GraphOptions | float, fields: Fields | None = None
+    frames: Sequence[Frame], species: SpeciesTable, graph: GraphOptions | float | None, fields: Fields | None = None
 ) -> Batch:
     """A batch of these frames, for use outside training.
 
-    graph: options of the neighbour list, or the cutoff in A. fields: of the batch; if None, all fields of the frames.
+    graph: options of the neighbour list, or the cutoff in A; None: no edges, `with_edges` adds them. fields: of the batch; if
+    None, all fields of the frames.
     """
-    options = graph if isinstance(graph, GraphOptions) else GraphOptions(float(graph))
     geometry = Geometry(
         n_atoms=np.array([len(frame) for frame in frames], dtype=np.int64),
         positions=np.concatenate([frame.positions for frame in frames]),
         cell=np.stack([frame.cell for frame in frames]),
         pbc=np.stack([frame.pbc for frame in frames]),
     )
-    edges, _ = build_block(geometry, options, lambda i: frames[i].where)
+    edges = None
+    if graph is not None:
+        options = graph if isinstance(graph, GraphOptions) else GraphOptions(float(graph))
+        edges, _ = build_block(geometry, options, lambda i: frames[i].where)
     fields = fields_of(frames) if fields is None else fields
     return assemble(
         geometry,
