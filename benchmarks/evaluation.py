@@ -14,8 +14,9 @@ import argparse
 import gc
 import time
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from functools import partial
+from itertools import cycle
 from typing import Any
 
 import numpy as np
@@ -29,6 +30,7 @@ from forgefield.data.species import SpeciesTable
 from forgefield.inference.ase import Calculator
 from forgefield.inference.engine.comparison import compare
 from forgefield.inference.engine.device import DeviceEngine, Systems
+from forgefield.inference.evaluate import BatchEvaluator
 from forgefield.models.building import build_model
 from forgefield.models.potential import Potential
 from forgefield.models.resolving import resolve_model
@@ -254,11 +256,52 @@ def batch_row(potential: Potential, n_atoms: int, steps: int, device: torch.devi
     time_engine(potential, [box(SMALL, seed) for seed in range(n_atoms // SMALL)], steps, device, label)
 
 
+def predict_row(potential: Potential, n_atoms: int, steps: int, device: torch.device, label: str) -> None:
+    """Batches of different boxes of 192 atoms, as in `forgefield predict` and `test`, from batches on the device to results."""
+    batches = []
+    for number in range(4):
+        boxes = [box(SMALL, 100 * number + seed) for seed in range(n_atoms // SMALL)]
+        systems, positions, cell, _ = systems_of(boxes, device)
+        frame = torch.repeat_interleave(systems.n_atoms)
+        batches.append(
+            {
+                "species": systems.species,
+                "n_atoms": systems.n_atoms,
+                "pbc": systems.pbc,
+                "frame": frame,
+                "positions": positions,
+                "cell": cell,
+            }
+        )
+    for engine in (True, False):
+        evaluator = BatchEvaluator(potential, device, engine=engine, notify=print)
+        step = partial(_evaluate_next, evaluator, cycle(batches))
+        milliseconds = timed(step, max(2, steps if engine else steps // 6), device)
+        frames_per_s = 1e3 * (n_atoms // SMALL) / milliseconds
+        how = "engine" if engine else "eager "
+        print(
+            f"{label:22} {n_atoms:8} atoms in {n_atoms // SMALL} frames  {how} {milliseconds:8.3f} ms  "
+            f"{frames_per_s:9.0f} frames/s",
+            flush=True,
+        )
+
+
+def _evaluate_next(evaluator: BatchEvaluator, batches: Iterator[dict[str, torch.Tensor]]) -> None:
+    evaluator(next(batches), forces=True, stress=True)[0]["forces"].cpu()
+
+
 def engine_row(potential: Potential, n_atoms: int, steps: int, device: torch.device, label: str) -> None:
     time_engine(potential, [box(n_atoms)], steps, device, label)
 
 
-ROWS = {"compare": compare_row, "engine": engine_row, "ase": ase_row, "batch": batch_row, "profile": profile_row}
+ROWS = {
+    "compare": compare_row,
+    "engine": engine_row,
+    "ase": ase_row,
+    "batch": batch_row,
+    "predict": predict_row,
+    "profile": profile_row,
+}
 
 
 def attempt(label: str, row: Callable[[], None]) -> None:

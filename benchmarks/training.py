@@ -51,7 +51,8 @@ SPACING = 2.2
 
 class Clock(Callback):
     """Writes a file of times, in seconds: `first step` since the start of the command; `training` from the first step to the
-    end, and the parts of it that `PARTS` and the validation take; `host`, the CPU time of the main thread.
+    end, and the parts of it that `PARTS` and the validation take; `queue`, how long validations wait for steps in the queue of
+    the GPU, which is part of the time of steps; `host`, the CPU time of the main thread.
 
     trace: folder for a profile by torch of a few steps after the first epoch, if any.
     """
@@ -60,6 +61,8 @@ class Clock(Callback):
         self.out, self.trace = Path(out), None if trace is None else Path(trace)
         self.seconds: dict[str, float] = {}
         self.profiler: Any = None
+        self._origin: torch.cuda.Event | None = None
+        """Event at the end of the first step, at which times on the GPU and on the host are the same."""
 
     def on_fit_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         self.seconds["fit start"] = time.time() - float(os.environ[STARTED])
@@ -75,15 +78,36 @@ class Clock(Callback):
 
         def timed(*arguments: Any, **options: Any) -> Any:
             start, nested = time.perf_counter(), sum(self.seconds.get(name, 0.0) for name in PARTS)
+            queue_ends = self._mark() if part == "validation" else None
             try:
                 return inner(*arguments, **options)
             finally:
                 taken = time.perf_counter() - start
-                if part == "validation":  # its callbacks are parts of their own
+                if (
+                    part == "validation"
+                ):  # its callbacks are parts of their own, and steps may be in the queue of the GPU
                     taken -= sum(self.seconds.get(name, 0.0) for name in PARTS) - nested
+                    if queue_ends is not None:
+                        taken -= self._wait(queue_ends, start)
                 self.seconds[part] = self.seconds.get(part, 0.0) + taken
 
         setattr(owner, method, timed)
+
+    def _mark(self) -> torch.cuda.Event | None:
+        """An event on the GPU, which comes after the steps in its queue; None before the first step."""
+        if self._origin is None:
+            return None
+        event = torch.cuda.Event(enable_timing=True)
+        event.record()
+        return event
+
+    def _wait(self, event: torch.cuda.Event, recorded: float) -> float:
+        """Seconds between the time when an event was recorded by the host and when the GPU reached it."""
+        assert self._origin is not None
+        event.synchronize()
+        seconds: float = max(1e-3 * self._origin.elapsed_time(event) - (recorded - self._begin), 0.0)
+        self.seconds["queue"] = self.seconds.get("queue", 0.0) + seconds
+        return seconds
 
     def on_train_batch_end(
         self, trainer: L.Trainer, pl_module: L.LightningModule, outputs: object, batch: object, batch_idx: int
@@ -94,6 +118,9 @@ class Clock(Callback):
             self.seconds = {key: value for key, value in self.seconds.items() if key not in PARTS}
             self.seconds["first step"] = time.time() - float(os.environ[STARTED])
             self._begin, self._host, self._first = time.perf_counter(), time.thread_time(), trainer.global_step
+            if torch.cuda.is_available():
+                self._origin = torch.cuda.Event(enable_timing=True)
+                self._origin.record()
         if self.trace is not None and trainer.current_epoch == 1:
             self._profile(batch_idx)
 
@@ -214,6 +241,9 @@ def show(name: str, times: dict[str, float] | None) -> None:
         f"  training                             {times['training']:7.2f} s  {1e3 * times['training'] / steps:7.3f} ms per step"
     )
     print(f"    steps                              {rest:7.2f} s  {1e3 * rest / steps:7.3f} ms per step")
+    if "queue" in times:
+        queue = times["queue"]
+        print(f"      of which GPU queue at validations  {queue:7.2f} s  {1e3 * queue / steps:7.3f} ms per step")
     for part in parts:
         if part in times:
             print(f"    {part:34} {times[part]:7.2f} s  {1e3 * times[part] / steps:7.3f} ms per step")

@@ -30,7 +30,7 @@ from forgefield.data.options import DataOptions
 from forgefield.data.paths import test_sets
 from forgefield.data.readers import with_type_map
 from forgefield.data.reading import label_settings, read_table, unit_settings
-from forgefield.data.sampling.batching import evaluation_budget
+from forgefield.data.sampling.batching import default_frames, evaluation_budget, sized
 from forgefield.data.sampling.loader import FrameLoader
 from forgefield.data.sampling.plan import Budget
 from forgefield.data.species import SpeciesTable
@@ -123,7 +123,7 @@ def measure(fitted: TrainingResult, config: Config, journal: Journal, ranks: Ran
 
 def measure_frames(run: Run, config: Config, data: FrameData, journal: Journal, ranks: Ranks) -> None:
     """Evaluate the best weights on validation and test frames, each predicted by one rank; rank 0 writes the results."""
-    batch = evaluation_budget(config.data)
+    batch = evaluation_budget(data.options)
     device = evaluation_device(config.trainer.get("accelerator"))
     data = data.serve(BatchSpec(on_gpu=device.startswith("cuda"))).data
     results: dict[str, dict[str, float]] = {}
@@ -193,7 +193,8 @@ def test_frames(
     )
     require_same_data(frames.fingerprint, ranks)
     dataset = GraphDataset(frames, SpeciesTable(run.species, trained=True), run.graph)
-    batch = evaluation_budget(options)
+    frames_by_default = default_frames(float(frames.n_atoms.mean()), len(frames))
+    batch = evaluation_budget(sized(options, frames_by_default))
     errors = evaluate(
         run,
         dataset,
@@ -256,6 +257,7 @@ def evaluate(
         forces="forces" in labels,
         stress="stress" in labels,
         device=device,
+        notify=journal.notify if journal is not None else print if ranks.is_rank_zero else lambda text: None,
     )
     gathered = ranks.gather(parts)
     if not ranks.is_rank_zero:
@@ -447,6 +449,14 @@ def _short(text: str) -> str:
     return text.replace(f"{Path.cwd()}{os.sep}", "")
 
 
+def _source(data: object) -> str | list[str]:
+    """The files of a test as `test.json` names them: one, or a list."""
+    if isinstance(data, (list, tuple)):
+        parts = [str(_source(item)) for item in data]
+        return parts[0] if len(parts) == 1 else parts
+    return _short(str(data.get("path", data) if isinstance(data, dict) else data))
+
+
 def write_test(
     run: Run,
     errors: dict[str, float],
@@ -460,7 +470,7 @@ def write_test(
 ) -> None:
     """Write errors to `NAME.json` of a run. details: other results, by key. counts: number of samples, as in `frames=100`."""
     content = {
-        "source": _short(str(data)),
+        "source": _source(data),
         "weights": which,
         "weights_sha256": run.read_weights(which).sha256,
         **({} if head is None else {"head": head}),

@@ -41,7 +41,8 @@ class Config:
     LARGE) sets options that are not given. {from: RUN, which: best, shifts: keep} starts from the model of a run; shifts: fit
     adapts its energy shifts to the new data."""
     task: TaskOptions | None = None
-    """Targets of the training. Default (null): energy, and forces if the data contains them."""
+    """Targets of the training. Default (null): energy, forces and stress, those that the data has; with stress, the weights of
+    forces and stress are 10 and 100."""
     training: TrainingOptions = field(default_factory=TrainingOptions)
     """How the model is trained."""
     trainer: dict[str, Any] = field(default_factory=dict)
@@ -87,6 +88,16 @@ class Config:
         _check_components(self, sources)
         if self.tune is not None:
             check_tune(self.tune, sources)
+
+
+def default_weights(labels: Mapping[str, int]) -> dict[str, float]:
+    """Weights of the targets of a config without `task`, for the labels that the data has.
+
+    Stress in eV/A^3 is a small number, so its weight is large; forces then need more weight than without stress
+    (docs/guides/choose-settings.md). labels: number of frames with each label.
+    """
+    weights = {"energy": 1.0, "forces": 10.0 if labels.get("stress") else 1.0, "stress": 100.0}
+    return {label: weight for label, weight in weights.items() if labels.get(label)}
 
 
 def has_points(values: object) -> bool:

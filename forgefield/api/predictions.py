@@ -144,7 +144,8 @@ def predict(
     batch
         Number of frames predicted together; default: 16.
     notify
-        Called with messages about the predictions of an LDOS run.
+        Receives messages: of an LDOS run, about its predictions; on a GPU, the deviation of the evaluation engine from the
+        eager model in float64.
     uncertainty
         `energy` or `forces`: also write uncertainties of energies, or of energies and forces, as `energy_uncertainty`,
         `energies_uncertainty` (of atoms) and `forces_uncertainty`. The run must have them (`forgefield uncertainty RUN`).
@@ -187,6 +188,7 @@ def predict(
             model_devi=model_devi,
             as_labels=as_labels,
             type_map=run.type_map,
+            notify=notify,
         )
         return list(iread(file, index=":")) if out is None else written
 

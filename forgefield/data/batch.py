@@ -133,20 +133,23 @@ def batch_shapes(fields: Fields) -> Shapes:
 
 
 def batch_from_frames(
-    frames: Sequence[Frame], species: SpeciesTable, graph: GraphOptions | float, fields: Fields | None = None
+    frames: Sequence[Frame], species: SpeciesTable, graph: GraphOptions | float | None, fields: Fields | None = None
 ) -> Batch:
     """A batch of these frames, for use outside training.
 
-    graph: options of the neighbour list, or the cutoff in A. fields: of the batch; if None, all fields of the frames.
+    graph: options of the neighbour list, or the cutoff in A; None: no edges, `with_edges` adds them. fields: of the batch; if
+    None, all fields of the frames.
     """
-    options = graph if isinstance(graph, GraphOptions) else GraphOptions(float(graph))
     geometry = Geometry(
         n_atoms=np.array([len(frame) for frame in frames], dtype=np.int64),
         positions=np.concatenate([frame.positions for frame in frames]),
         cell=np.stack([frame.cell for frame in frames]),
         pbc=np.stack([frame.pbc for frame in frames]),
     )
-    edges, _ = build_block(geometry, options, lambda i: frames[i].where)
+    edges = None
+    if graph is not None:
+        options = graph if isinstance(graph, GraphOptions) else GraphOptions(float(graph))
+        edges, _ = build_block(geometry, options, lambda i: frames[i].where)
     fields = fields_of(frames) if fields is None else fields
     return assemble(
         geometry,
@@ -258,6 +261,20 @@ def halves(batch: Batch, shapes: Shapes = SHAPES) -> tuple[Batch, Batch]:
         rest = tensor.narrow(dim, at, tensor.shape[dim] - at)
         second[key] = rest - moves[key] if key in moves else rest
     return first, second
+
+
+def repeated(batch: Batch, times: int) -> Batch:
+    """The frames of a batch with edges, `times` times one after the other."""
+    n_frames, n_atoms = len(batch["n_atoms"]), len(batch["species"])
+    moves = {"frame": n_frames, "edge_index": n_atoms, "edge_reverse": batch["edge_index"].shape[1]}
+    copies = {}
+    for key, tensor in batch.items():
+        dim = int(key == "edge_index")
+        copies[key] = torch.cat([tensor] * times, dim)
+        if key in moves:
+            offsets = moves[key] * torch.arange(times, device=tensor.device)
+            copies[key] += offsets.repeat_interleave(tensor.shape[dim])
+    return copies
 
 
 _ALLOCATION_ERRORS = ("not enough memory", "out of memory", "can't allocate memory")

@@ -15,7 +15,14 @@ from forgefield.data.dataset import GraphDataset
 from forgefield.data.inspection.suspicions import LARGE_FORCES, cutoff_warnings, isolated_atom_warnings, label_warnings
 from forgefield.data.neighbours.edges import Progress
 from forgefield.data.options import DataOptions
-from forgefield.data.sampling.batching import batch_threads, evaluation_budget, training_budget, training_order
+from forgefield.data.sampling.batching import (
+    batch_threads,
+    default_frames,
+    evaluation_budget,
+    sized,
+    training_budget,
+    training_order,
+)
 from forgefield.data.sampling.by_source import SourceBatches
 from forgefield.data.sampling.loader import FrameLoader
 from forgefield.data.sampling.order import WeightedDraws
@@ -35,7 +42,8 @@ SHOWN = 6
 class FrameData:
     """Frames of a training with their neighbour lists and statistics, from `read_data`.
 
-    options, seed: what the data was read with. rank, world_size: select the batches of this process.
+    options, seed: what the data was read with; `options.batch` has a size. rank, world_size: select the batches of this
+    process.
     """
 
     options: DataOptions
@@ -44,6 +52,8 @@ class FrameData:
     world_size: int
     keep_species: bool
     """Whether random splits keep every species in the training set."""
+    frames_by_default: int
+    """Number of frames of a batch for options without a size."""
     train: GraphDataset
     val: GraphDataset | None
     tests: dict[str, GraphDataset]
@@ -86,6 +96,7 @@ def read_data(
     branches: Sequence[str] = (),
     species_of: str | None = None,
     keep_species: bool = True,
+    frames_by_default: int | None = None,
     progress: Progress | None = None,
     converting: ConversionProgress | None = None,
 ) -> FrameData:
@@ -94,8 +105,8 @@ def read_data(
     options: the section `data` of a config. seed: of random splits and of the order of frames. rank, world_size: select the
     batches of this process. branches: names of the branches of the model, if it has several. species_of: the run whose model
     determines `data.species`, for messages. keep_species: random splits keep every species in the training set; False for runs
-    of versions that did not. progress(done, total): called while neighbour lists are built. converting: the same for frames
-    that `data.lazy` converts.
+    of versions that did not. frames_by_default: frames of a batch if `data.batch` gives no size; default: from the data.
+    progress(done, total): called while neighbour lists are built. converting: the same for frames that `data.lazy` converts.
     """
     training_budget(options), evaluation_budget(options)  # invalid options are refused before data is read
     splits = resolve_splits(options, seed, converting, keep_species=keep_species)
@@ -106,6 +117,9 @@ def read_data(
     species = SpeciesTable.from_frames(splits.train) if symbols is None else SpeciesTable(symbols, whose=species_of)
     datasets = _build_graphs(options, splits, species, branches, progress)
     train = datasets["train"]
+    if frames_by_default is None:
+        frames_by_default = default_frames(float(splits.train.n_atoms.mean()), len(splits.train))
+    options = sized(options, frames_by_default)
     statistics = compute_statistics(train, options, [part for name, part in datasets.items() if name != "train"])
     return FrameData(
         options=options,
@@ -113,6 +127,7 @@ def read_data(
         rank=rank,
         world_size=world_size,
         keep_species=keep_species,
+        frames_by_default=frames_by_default,
         train=train,
         val=datasets.get("val"),
         tests={name: part for name, part in datasets.items() if name not in ("train", "val")},

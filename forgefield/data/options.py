@@ -26,7 +26,8 @@ DEFAULT_POINTS = 1000
 
 @dataclass
 class BatchOptions:
-    """Size of a batch on each process, counted in frames, atoms or edges. Default: 8 frames."""
+    """Size of a batch on each process, counted in frames, atoms or edges. Default: a number of frames with about 128
+    atoms, at most 32 frames and a quarter of the training frames."""
 
     frames: int | None = option(None, above=0)
     """Number of frames per batch."""
@@ -102,7 +103,8 @@ class DataOptions:
     """Batch size: {frames: 8}, {atoms: 4096} or {edges: 400000}."""
     eval_batch: int | dict[str, int] | None = None
     """Batch size of validation and test: a number of frames, or {atoms: ...}. Results do not depend on it, except that
-    trainer.limit_val_batches counts batches. Default: twice the training batch, which needs about the same memory."""
+    trainer.limit_val_batches counts batches. Default: twice the training batch, which needs about the same memory;
+    the validation of a training on a GPU uses larger batches if memory allows."""
     sampling: str | list[float] | dict[str, Any] | None = None
     """How frames are drawn. Default: every frame once per epoch. Sources are drawn with equal probability (uniform), in
     proportion to their size (size), with a list of weights, or by DeePMD-kit's blocks ('prob_sys_size;0:2:0.5;2:5:0.5'). {rule:

@@ -32,11 +32,11 @@ FRAMES_PER_CLASS = 3
 
 @dataclass(frozen=True)
 class Property:
-    """options: of the field, as in `data.labels.fields`. n_frames: how many have it. classes: how many, None for a number."""
+    """options: of the field, as in `data.labels.fields`. n_frames: how many have it. classes: labels, None for a number."""
 
     options: dict[str, Any]
     n_frames: int
-    classes: int | None
+    classes: list[int] | None
 
 
 def properties_of(
@@ -86,11 +86,11 @@ def _field(name: str, size: tuple[str, int]) -> tuple[str, dict[str, Any]]:
     return valid, options
 
 
-def _classes(values: np.ndarray) -> int | None:
-    """Number of classes, if the values look like classes."""
+def _classes(values: np.ndarray) -> list[int] | None:
+    """Labels of the classes, if the values look like classes."""
     distinct = np.unique(values)
     few = len(distinct) <= min(MOST_CLASSES, len(values) // FRAMES_PER_CLASS)
-    return len(distinct) if few and np.array_equal(distinct, np.round(distinct)) else None
+    return distinct.astype(int).tolist() if few and np.array_equal(distinct, np.round(distinct)) else None
 
 
 def add_properties(properties: Mapping[str, Property], values: dict[str, Any], notes: dict[str, str]) -> None:
@@ -102,12 +102,12 @@ def add_properties(properties: Mapping[str, Property], values: dict[str, Any], n
     data["labels"] = {"fields": {name: dict(shown.options) for name, shown in properties.items()}}
     notes["data.labels.fields"] = "Values to read; add their units, as in {unit: eV}."
     values["task"] = {
-        name: {"classes": "auto"} if shown.classes is not None else {"loss": "mae"}
+        name: {"classes": shown.classes} if shown.classes is not None else {"loss": "mae"}
         for name, shown in properties.items()
     }
     notes["task"] = "Remove targets that should not be learnt."
     for name, shown in properties.items():
         if shown.classes is not None:
             notes[f"task.{name}"] = (
-                f"{shown.classes} different whole numbers: classes. {{loss: mae}} if it is a quantity."
+                f"{len(shown.classes)} different whole numbers: classes. {{loss: mae}} if it is a quantity."
             )

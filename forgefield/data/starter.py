@@ -26,15 +26,15 @@ from forgefield.data.neighbours.graph import neighbour_list
 from forgefield.data.options import BatchOptions, DataOptions
 from forgefield.data.property_starter import Property, add_properties, properties_of
 from forgefield.data.readers import read_frames
+from forgefield.data.sampling.batching import default_frames
 from forgefield.data.store.table import FrameTable
 from forgefield.errors import ForgefieldError
-from forgefield.settings import Config, as_dict
+from forgefield.settings import Config, as_dict, default_weights
 
 MODEL = {"name": "nequip", "preset": "S"}
 """The model of a first run."""
 STEPS = 5000
 """Optimiser steps of a first run."""
-ATOMS_PER_BATCH = 128
 MANY_NEIGHBOURS = 60
 """Mean neighbours per atom above which a smaller cutoff is proposed."""
 CUTOFFS = (5.0, 4.5, 4.0)
@@ -161,7 +161,7 @@ def starter_config(facts: DataFacts, *, name: str) -> tuple[dict[str, Any], dict
     cutoff = propose_cutoff(facts.mean_neighbours)
     val, test = propose_split(facts.n_frames)
     n_train = facts.n_frames - sum(_frames(share, facts.n_frames) for share in (val, test))
-    frames = max(1, min(round(ATOMS_PER_BATCH / facts.mean_atoms), 32, math.ceil(n_train / 4)))
+    frames = default_frames(facts.mean_atoms, n_train)
     steps = math.ceil(n_train / frames)
     epochs = min(max(math.ceil(STEPS / steps), 10), 1000)
     values = {
@@ -178,7 +178,7 @@ def starter_config(facts: DataFacts, *, name: str) -> tuple[dict[str, Any], dict
             "reference_energies": "auto",
         },
         "model": dict(MODEL),
-        "task": propose_task(facts.labels),
+        "task": {name: {"weight": weight} for name, weight in default_weights(facts.labels).items()},
         "training": {"lr": 0.01, "ema": 0.99, "precision": "float32", "scheduler": None},
         "trainer": {"max_epochs": epochs},
     }
@@ -225,13 +225,6 @@ def propose_split(n_frames: int) -> tuple[float | int | None, float | None]:
     if n_frames < 20:
         return 1, None
     return 0.1, 0.1 if n_frames >= 100 else None
-
-
-def propose_task(labels: Mapping[str, int]) -> dict[str, dict[str, float]]:
-    """A weight for each label of the data. Stress in eV/A^3 is a small number, so its weight is large; next to it, forces need
-    more weight than without (docs/guides/choose-settings.md)."""
-    weights = {"energy": 1.0, "forces": 10.0 if labels.get("stress") else 1.0, "stress": 100.0}
-    return {label: {"weight": weights[label]} for label, count in labels.items() if count}
 
 
 def _frames(share: float | int | None, n: int) -> int:

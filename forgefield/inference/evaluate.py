@@ -1,14 +1,14 @@
 """Evaluation of a potential: one batch, many batches, or a data set.
 
-`evaluate_batch` is the only place that calls a potential for inference: the ASE calculator, `forgefield predict`,
-`forgefield test` and the evaluation at the end of a training all use it.
+`forgefield predict`, `forgefield test` and the evaluation at the end of a training use `BatchEvaluator`: on a GPU the
+evaluation engine (`inference/engine`), otherwise `evaluate_batch`, which calls the model itself, as the ASE calculator does.
 """
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator
 from contextlib import contextmanager
-from itertools import chain
+from itertools import chain, islice
 
 import numpy as np
 import torch
@@ -16,10 +16,14 @@ from torch import nn
 
 from forgefield.data.batch import SHAPES, halves, is_memory_error, to_device, with_edges
 from forgefield.data.dataset import GraphDataset
+from forgefield.inference.engine.batches import BatchEngine
+from forgefield.inference.engine.device import may_use_engine
 from forgefield.kernels.convolution.dispatch import evaluation
 from forgefield.models.potential import Potential
 
 Batch = dict[str, torch.Tensor]
+Notify = Callable[[str], None]
+EDGES = ("edge_index", "edge_shift", "edge_reverse")
 UNCERTAINTIES = {
     "energy_uncertainty": "frame",
     "energies_uncertainty": "atom",
@@ -38,10 +42,11 @@ def predict_dataset(
     stress: bool = False,
     device: str | torch.device | None = None,
     batch: int = 16,
+    engine: bool | None = None,
 ) -> dict[str, np.ndarray]:
     """Predict all frames of a data set, `batch` at a time, or all batches of a loader.
 
-    device: where to compute; default: where the model is.
+    device: where to compute; default: where the model is. engine: as of `evaluate_batches`.
 
     Returns arrays by name, NaN where a label is missing or was not predicted:
 
@@ -57,7 +62,7 @@ def predict_dataset(
     A model without an energy gives its extra outputs only.
     """
     batches = _batches(loader_or_dataset, batch) if isinstance(loader_or_dataset, GraphDataset) else loader_or_dataset
-    parts = evaluate_batches(potential, batches, forces=forces, stress=stress, device=device)
+    parts = evaluate_batches(potential, batches, forces=forces, stress=stress, device=device, engine=engine)
     merged = join_in_order(parts, per_atom=per_atom_outputs(potential))
     merged["species_symbols"] = np.array(potential.species)
     return merged
@@ -70,23 +75,79 @@ def evaluate_batches(
     forces: bool,
     stress: bool,
     device: str | torch.device | None = None,
+    engine: bool | None = None,
+    notify: Notify = lambda text: None,
 ) -> list[dict[str, np.ndarray]]:
-    """Predictions and labels, batch by batch; `join_in_order` joins them, also those of several processes."""
+    """Predictions and labels, batch by batch; `join_in_order` joins them, also those of several processes.
+
+    engine, notify: see `BatchEvaluator`; by default the engine evaluates several batches, and a single one is left to the
+    model, which takes less time than a captured graph is made in.
+    """
+    iterator = iter(batches)
+    first = list(islice(iterator, 2))
+    engine = False if engine is None and len(first) < 2 else engine
     with evaluating(potential, device) as place:
-        here = (with_edges(to_device(part, place), potential.cutoff) for part in batches)
-        return [found for part in here for found in _predict_in_parts(potential, part, forces=forces, stress=stress)]
+        evaluator = BatchEvaluator(potential, place, engine=engine, notify=notify)
+        predicted = []
+        for part in chain(first, iterator):
+            kept = {name: value for name, value in part.items() if not (evaluator.builds_edges and name in EDGES)}
+            predicted += _predict_in_parts(evaluator, to_device(kept, place), forces=forces, stress=stress)
+        return predicted
+
+
+class BatchEvaluator:
+    """Evaluates batches by the evaluation engine, or by the model itself.
+
+    potential: in evaluation mode on `device`. engine: whether the engine is used; an error where that is not possible. Default:
+    on a GPU, for models that it supports. notify: receives the deviation of the engine from the eager model in float64, once.
+    """
+
+    def __init__(
+        self,
+        potential: Potential,
+        device: torch.device,
+        *,
+        engine: bool | None = None,
+        notify: Notify = lambda text: None,
+    ) -> None:
+        self.potential = potential
+        self.engine = (
+            BatchEngine(potential, device, notify=notify) if may_use_engine(potential, device, engine) else None
+        )
+
+    @property
+    def builds_edges(self) -> bool:
+        """Whether the edges of a batch are not used."""
+        return self.engine is not None
+
+    def __call__(self, batch: Batch, *, forces: bool, stress: bool) -> tuple[Batch, Batch]:
+        """Outputs and extra predictions, as of `evaluate_batch`. batch: on the device, with edges or without."""
+        if self.engine is not None:
+            return self.engine.evaluate(batch, forces=forces, stress=stress), {}
+        return evaluate_batch(self.potential, with_edges(batch, self.potential.cutoff), forces=forces, stress=stress)
+
+    def release(self) -> None:
+        """Release memory on the device, after it has run out."""
+        if self.engine is not None:
+            self.engine.release()
+        if torch.cuda.is_available():
+            torch.cuda.empty_cache()
 
 
 @contextmanager
 def evaluating(potential: nn.Module, device: str | torch.device | None) -> Iterator[torch.device]:
-    """The model in evaluation mode on `device` (None: where it is); yields that device and restores the mode."""
+    """The model in evaluation mode on `device` (None: where it is), with weights that do not require gradients; yields that
+    device and restores the mode."""
     was_training = potential.training
+    trained = [parameter for parameter in potential.parameters() if parameter.requires_grad]
     place = device_of(potential) if device is None else torch.device(device)
-    potential.to(place).eval()
+    potential.to(place).eval().requires_grad_(False)
     try:
         yield place
     finally:
         potential.train(was_training)
+        for parameter in trained:
+            parameter.requires_grad_(True)
 
 
 def device_of(model: nn.Module) -> torch.device:
@@ -99,26 +160,28 @@ def _batches(dataset: GraphDataset, frames: int) -> Iterator[Batch]:
         yield dataset.batch(range(start, min(start + frames, len(dataset))))
 
 
-def _predict_in_parts(potential: Potential, batch: Batch, *, forces: bool, stress: bool) -> list[dict[str, np.ndarray]]:
+def _predict_in_parts(
+    evaluator: BatchEvaluator, batch: Batch, *, forces: bool, stress: bool
+) -> list[dict[str, np.ndarray]]:
     """Predictions of a batch; where memory runs out, of its halves."""
     try:
-        return [_predict_batch(potential, batch, forces=forces, stress=stress)]
+        return [_predict_batch(evaluator, batch, forces=forces, stress=stress)]
     except Exception as error:
         if not is_memory_error(error) or len(batch["n_atoms"]) == 1:
             raise
-    if torch.cuda.is_available():
-        torch.cuda.empty_cache()
+    evaluator.release()
     # Extra fields have a row for each frame or each atom; where there are as many of both, either cut is the same.
     shapes = {
         key: SHAPES.get(key, ("frames" if value.shape[0] == len(batch["n_atoms"]) else "atoms",))
         for key, value in batch.items()
     }
     parts = halves(batch, shapes)
-    return [found for part in parts for found in _predict_in_parts(potential, part, forces=forces, stress=stress)]
+    return [found for part in parts for found in _predict_in_parts(evaluator, part, forces=forces, stress=stress)]
 
 
-def _predict_batch(potential: Potential, batch: Batch, *, forces: bool, stress: bool) -> dict[str, np.ndarray]:
-    out, extra = evaluate_batch(potential, batch, forces=forces, stress=stress)
+def _predict_batch(evaluator: BatchEvaluator, batch: Batch, *, forces: bool, stress: bool) -> dict[str, np.ndarray]:
+    out, extra = evaluator(batch, forces=forces, stress=stress)
+    potential = evaluator.potential
     n_frames, n_atoms = len(batch["n_atoms"]), len(batch["species"])
     predicted = {}
     if potential.has_energy:

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Sequence
-from itertools import islice
+from itertools import chain, islice
 from pathlib import Path
 from typing import Any
 
@@ -36,7 +36,7 @@ from forgefield.data.species import SpeciesTable
 from forgefield.errors import ForgefieldError
 from forgefield.files import written_atomically
 from forgefield.inference.ensemble import Ensemble, write_model_devi
-from forgefield.inference.evaluate import evaluate_batch, evaluating, per_atom_outputs
+from forgefield.inference.evaluate import BatchEvaluator, evaluating, per_atom_outputs
 from forgefield.inference.xyz_files import constraints_of, write_extxyz
 from forgefield.models.potential import Potential
 
@@ -56,6 +56,8 @@ def predict_file(
     model_devi: str | os.PathLike[str] | None = None,
     as_labels: bool = False,
     type_map: tuple[str, ...] | None = None,
+    engine: bool | None = None,
+    notify: Callable[[str], None] = lambda text: None,
 ) -> Path:
     """Predict all frames of `source` (as `data.train` names sources) and write them to `out`, whose path is returned.
 
@@ -65,7 +67,7 @@ def predict_file(
     overwrite: replace `out` where it exists; files of `source` are never replaced. model_devi: for an ensemble, a file for the
     deviations of its members in DeePMD-kit's format. as_labels: `out` is training data: readers take the predictions as labels,
     and labels of `source` are left out. type_map: elements of the atom types of DeePMD systems that do not name them.
-    Suffixes of `out`: .extxyz, .xyz, .traj, .json, .db.
+    engine, notify: as of `inference.evaluate.evaluate_batches`. Suffixes of `out`: .extxyz, .xyz, .traj, .json, .db.
     """
     if model_devi is not None and not isinstance(potential, Ensemble):
         raise ForgefieldError("Deviations are those of an ensemble; name more than one run (--ensemble RUN).")
@@ -75,15 +77,19 @@ def predict_file(
     reader = LabelReader(label_settings(labels), units)
     pairs = (pair for file in files for pair in frames_with_values(file, reader, units))
     predicted: list[Atoms] = []
-    while part := list(islice(pairs, batch)):
-        frames, values = [frame for frame, _ in part], [raw for _, raw in part]
-        images = predict_frames(potential, frames, device=device, neighbours=neighbours)
-        for atoms, raw in zip(images, values):
-            if as_labels:
-                _leave_predictions_only(atoms)
-            elif raw is not None:
-                keep_values(atoms, raw, reader)
-        predicted += images
+    parts = iter(lambda: list(islice(pairs, batch)), [])
+    first = list(islice(parts, 2))
+    engine = False if engine is None and len(first) < 2 else engine
+    with evaluating(potential, device) as place:
+        evaluator = BatchEvaluator(potential, place, engine=engine, notify=notify)
+        for part in chain(first, parts):
+            images = _predict_frames(evaluator, place, [frame for frame, _ in part], neighbours)
+            for atoms, (_, raw) in zip(images, part):
+                if as_labels:
+                    _leave_predictions_only(atoms)
+                elif raw is not None:
+                    keep_values(atoms, raw, reader)
+            predicted += images
     if labels_required:
         reader.finish(str(source))
     with written_atomically(out) as partial:
@@ -169,12 +175,24 @@ def predict_frames(
     potential: Potential, frames: Sequence[Frame], *, device: str | torch.device | None = None, neighbours: str = "auto"
 ) -> list[Atoms]:
     """New `Atoms` with the predictions of one batch as calculator results and the frames' labels under REF_ names."""
-    batch = batch_from_frames(
-        list(frames), SpeciesTable(potential.species, trained=True), graph_of(potential, neighbours)
-    )
-    any_volume = any(frame.volume > 0 for frame in frames)
     with evaluating(potential, device) as place:
-        outputs, extra = evaluate_batch(potential, to_device(batch, place), forces=True, stress=any_volume)
+        return _predict_frames(BatchEvaluator(potential, place, engine=False), place, frames, neighbours)
+
+
+def _predict_frames(
+    evaluator: BatchEvaluator, device: torch.device, frames: Sequence[Frame], neighbours: str
+) -> list[Atoms]:
+    potential = evaluator.potential
+    species, graph = SpeciesTable(potential.species, trained=True), graph_of(potential, neighbours)
+    batch = to_device(batch_from_frames(frames, species, None if evaluator.builds_edges else graph), device)
+    try:
+        outputs, extra = evaluator(batch, forces=True, stress=any(frame.volume > 0 for frame in frames))
+    except ForgefieldError:
+        if evaluator.builds_edges:
+            batch_from_frames(
+                frames, species, graph
+            )  # names the file and the frame of a structure that has no neighbour list
+        raise
     arrays = {name: value.cpu().numpy() for name, value in (outputs | extra).items()}
     ends = np.cumsum([len(frame) for frame in frames])[:-1]
     of_atoms = per_atom_outputs(potential)

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import platform
+from collections.abc import Mapping
+from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any, ClassVar
@@ -10,7 +12,7 @@ from typing import Any, ClassVar
 from forgefield._version import __version__
 from forgefield.errors import ForgefieldError
 from forgefield.formats import Format
-from forgefield.models.resolving import HEADS, PREDICTS
+from forgefield.models.resolved import HEADS, PREDICTS
 
 
 def _explicit_defaults(info: dict[str, Any]) -> dict[str, Any]:
@@ -19,12 +21,40 @@ def _explicit_defaults(info: dict[str, Any]) -> dict[str, Any]:
     return {"keep_species": False, **info}
 
 
-RUN_JSON = Format("the record of a run", (_explicit_defaults,))
+def _omitted_options(info: dict[str, Any]) -> dict[str, Any]:
+    """Version 2 to version 3: earlier runs used 8 frames where `data.batch` was left out, and did not train stress where `task`
+    was."""
+    return {"defaults": {"frames": 8, "stress": False}, **info}
+
+
+RUN_JSON = Format("the record of a run", (_explicit_defaults, _omitted_options))
 """The format of `run.json`."""
 MEMBERS = "members"
 """Folder of the runs of an ensemble, in its run folder; also the entry of `run.json` with the options of their models."""
 SCALES = "uncertainty_scales"
 """Entry of `run.json` of an ensemble: factors of its deviations that agree with the errors of validation frames."""
+
+
+@dataclass(frozen=True)
+class OmittedOptions:
+    """What options that a config leaves out mean in a run. A run keeps them when the defaults of Forgefield change."""
+
+    keep_species: bool = True
+    """Whether random splits keep every species in the training set."""
+    frames: int | None = None
+    """Number of frames of a batch. None: from the data."""
+    stress: bool = True
+    """Whether stress is trained where the data has it."""
+
+    @classmethod
+    def of_run(cls, info: Mapping[str, Any]) -> OmittedOptions:
+        """From `run.json`."""
+        defaults = info["defaults"]
+        return cls(bool(info["keep_species"]), defaults["frames"], bool(defaults["stress"]))
+
+    def record(self) -> dict[str, Any]:
+        """Entries of `run.json`."""
+        return {"keep_species": self.keep_species, "defaults": {"frames": self.frames, "stress": self.stress}}
 
 
 class RunInfo(dict[str, Any]):

@@ -74,8 +74,8 @@ class FieldTargetOptions:
     loss: str | None = option(None, choices=tuple(LOSSES), open_choices=IMPORT_PATH)
     """Loss function of errors in units of the scale of `normalise`. Default: mse. Classes always use the cross-entropy."""
     classes: int | str | list[float] | None = None
-    """Classification: the number of classes (labels 0, 1, ...), a list of their labels, or auto (the labels in the training
-    data). Default: regression."""
+    """Classification: the number of classes (labels 0, 1, ...), a list of their labels, or auto (the labels of the
+    training frames; another label in validation or test data is then an error). Default: regression."""
     huber_delta: float = option(1.0, above=0, below=math.inf)
     """Error at which the Huber loss changes from quadratic to linear, in units of the scale."""
     kind: str | None = option(None, choices=("values", "vector", "symmetric", "tensor"))

@@ -12,6 +12,7 @@ from torch import Tensor
 from forgefield.config.nearest import did_you_mean
 from forgefield.errors import ForgefieldError
 from forgefield.models.interface import ExtraOutput
+from forgefield.settings import default_weights
 from forgefield.tasks.losses import Loss, find_loss
 from forgefield.tasks.options import (
     DENOISE,
@@ -229,12 +230,17 @@ def _check_branches(targets: Iterable[str], branches: tuple[str, ...]) -> None:
 # ---- labels
 
 
-def default_task(labels: Mapping[str, int], hints: Mapping[str, str] | None = None) -> TaskOptions:
-    """Energy, and forces where the data has them. labels: number of frames with each label. hints: as in `require_labels`."""
-    options = TaskOptions(
-        energy=TargetOptions() if labels.get("energy") else None,
-        forces=TargetOptions() if labels.get("forces") else None,
-    )
+def default_task(
+    labels: Mapping[str, int], hints: Mapping[str, str] | None = None, *, stress: bool = True
+) -> TaskOptions:
+    """Energy, forces and stress, as far as the data has them.
+
+    labels: number of frames with each label. hints: as in `require_labels`. stress: False for runs of versions that did not
+    train stress by default.
+    """
+    trained = {name: count for name, count in labels.items() if stress or name != "stress"}
+    targets = {name: TargetOptions(weight=weight) for name, weight in default_weights(trained).items()}
+    options = TaskOptions(energy=targets.get("energy"), forces=targets.get("forces"), stress=targets.get("stress"))
     if options.energy is None and options.forces is None:
         candidates = [hint for name in ("energy", "forces") if (hint := (hints or {}).get(name))]
         advice = "; ".join(candidates) or "if they have unusual names, set data.labels.energy and data.labels.forces"

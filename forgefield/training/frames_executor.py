@@ -31,6 +31,7 @@ from forgefield.training.optim.update import capture_refusal
 from forgefield.training.options import TrainingOptions
 from forgefield.training.probing import ProbedModule
 from forgefield.training.trainer import is_quick
+from forgefield.training.validation_batches import ValidationBatches
 from forgefield.training.weighting import SoftAdapt, Uncertainty, build_weighting
 
 
@@ -62,6 +63,7 @@ class FramesExecutor(StepExecutor[Batch, Batch], ProbedModule):
     """Trains `potential` on `task` with the settings of the config's `training` section.
 
     starter: starts the engine on the first batch; None for the eager engine.
+    validation: chooses the size of batches of the validation after that; None to leave it as it is.
     shapes: of the tensors of a batch.
     """
 
@@ -80,11 +82,12 @@ class FramesExecutor(StepExecutor[Batch, Batch], ProbedModule):
         species: tuple[str, ...],
         *,
         starter: EngineStarter | None = None,
+        validation: ValidationBatches | None = None,
         shapes: Shapes = SHAPES,
     ) -> None:
         super().__init__(potential, task, options, task.error_metrics(species), task.error_metrics(species))
         self.potential = potential
-        self.starter = starter
+        self.starter, self.validation = starter, validation
         self.shapes = shapes
         self.weighting = build_weighting(options.weighting, task, options.optimizer)
         self._eager = Engine(self._step_function("double"))
@@ -142,6 +145,8 @@ class FramesExecutor(StepExecutor[Batch, Batch], ProbedModule):
         if self.engine is None:
             with self.module.precision.applied(self.module.precision_now):
                 self.engine = self._start_engine(batch)
+            if self.validation is not None:
+                self.validation.enlarge(self.module.trainer, self.module.device)
 
     def training_step(self, batch: Batch, batch_idx: int) -> Tensor:
         engine = self.engine

@@ -393,6 +393,13 @@ def set_epoch_length(trainer: L.Trainer, loader: Loader) -> None:
         trainer.val_check_batch = max(1, int(n_batches * trainer.val_check_interval))
 
 
+def set_validation_length(trainer: L.Trainer, loader: Loader) -> None:
+    """Set Lightning's number of batches of a validation, if it has been determined already."""
+    loop = trainer.fit_loop.epoch_loop.val_loop
+    if loop._combined_loader is not None:
+        loop._max_batches = [len(loader)]
+
+
 MAX_COUNTED_FRAMES = 5_000_000
 """Steps are counted exactly if epochs have different lengths and the training has at most this many frames over all epochs."""
 

@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
+import ase.io
 import numpy as np
 import pytest
 import torch
-from ase import units
+from ase import Atoms, units
 from ase.build import bulk, molecule
 from ase.md.verlet import VelocityVerlet
 
 from forgefield.data.frame import Frame
 from forgefield.inference.ase import Calculator
+from forgefield.inference.engine.batches import BatchEngine
 from forgefield.inference.engine.device import DeviceEngine, Systems
 from forgefield.inference.lammps.evaluator import Evaluator, Share
+from forgefield.inference.predict import predict_file
 from forgefield.kernels.convolution import passes as convolution
 from forgefield.kernels.core.runtime import has_triton
 from forgefield.models.edges import edge_vectors
@@ -172,6 +175,51 @@ def test_mace(case):
     wanted = expected(float64_copy(potential), frames)
     assert_equal(engine.evaluate(positions, cells), wanted, 1e-9)
     assert engine._program.captured
+
+
+@pytest.mark.parametrize("precision", ["float64", "float32"])
+def test_batches_of_different_structures(precision):
+    """As for predictions and errors: programs are used again, energies and forces are those of the eager model."""
+    potential, messages = potential_of(precision), []
+    reference = float64_copy(potential)
+    engine = BatchEngine(potential, DEVICE, notify=messages.append)
+    random = np.random.default_rng(5)
+    captures = []
+    for number in range(8):
+        sizes = random.integers(6, 11, 4)
+        frames = [make_frame(int(size), seed=7 * number + place, box=4.6) for place, size in enumerate(sizes)]
+        frames += [slab(number), make_frame(1, seed=number, periodic=False)]
+        batch = {name: tensor.to(DEVICE) for name, tensor in make_batch(*frames).items()}
+        gradients = number != 3
+        found = engine.evaluate(batch, forces=gradients, stress=gradients)
+        wanted = reference(batch, forces=gradients, stress=gradients)
+        assert found.keys() == wanted.keys()
+        for name, value in wanted.items():
+            tolerance = TOLERANCE[precision]
+            torch.testing.assert_close(found[name], value, rtol=tolerance, atol=tolerance, equal_nan=True, msg=name)
+        captures.append(engine.captures)
+    assert captures[-1] < 6
+    assert len(messages) == 1
+    assert "captured as a CUDA graph" in messages[0]
+
+
+def test_a_file_of_predictions(tmp_path):
+    potential = potential_of("float32")
+    frames = [make_frame(6 + number % 3, seed=number, box=4.6) for number in range(9)]
+    images = [Atoms(frame.numbers, positions=frame.positions, cell=frame.cell, pbc=True) for frame in frames]
+    for number, atoms in enumerate(images):
+        atoms.info["temperature"] = 300.0 + number
+    ase.io.write(tmp_path / "source.extxyz", images)
+    found, wanted = (
+        ase.io.read(
+            predict_file(potential, tmp_path / "source.extxyz", tmp_path / f"{engine}.xyz", 2, engine=engine), ":"
+        )
+        for engine in (None, False)
+    )
+    for one, other in zip(found, wanted):
+        assert one.info["temperature"] == other.info["temperature"]
+        np.testing.assert_allclose(one.get_forces(), other.get_forces(), atol=3e-5)
+        assert one.get_potential_energy() == pytest.approx(other.get_potential_energy(), abs=1e-4)
 
 
 def test_edges_from_another_program_while_their_number_changes():

@@ -46,7 +46,7 @@ def test_captured_evaluation_equals_that_of_the_cpu(name):
     notes: list[str] = []
     inner = Engine(step_function(potential_of(name).cuda()))
     plan = SizePlan((Size(edges=3000, atoms=160, frames=5),))
-    engine = GraphsEngine(inner, plan=SizePlan(()), evaluation_plan=plan, notify=notes.append)
+    engine = GraphsEngine(inner, plan=SizePlan(()), evaluation_plan=lambda: plan, notify=notes.append)
     for number, atoms in enumerate(SIZES):
         expected = oracle.evaluate(labelled(*atoms, seed=number, box=6.0))
         found = engine.evaluate(on_gpu(*atoms, seed=number))

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from forgefield.config.option import limits_of
 from forgefield.errors import ForgefieldError
 from forgefield.tasks.losses import LOSSES
-from forgefield.tasks.options import TargetOptions, TaskOptions
+from forgefield.tasks.options import TargetOptions, TaskOptions, targets_of
 from forgefield.tasks.targets import default_task, require_labels
 from forgefield.tasks.task import Task
 from tests.support.task_batches import NAN, SPECIES, random_batch
@@ -172,10 +172,13 @@ def test_impossible_tasks_are_refused_with_the_setting_named(options, message):
 
 
 def test_default_task_follows_the_labels():
-    both = default_task({"energy": 3, "forces": 2, "stress": 1})
-    assert both.energy is not None
-    assert both.forces is not None
-    assert both.stress is None
+    def weights(task):
+        return {name: target.weight for name, target in targets_of(task).items()}
+
+    assert weights(default_task({"energy": 3, "forces": 2, "stress": 0})) == {"energy": 1, "forces": 1}
+    assert weights(default_task({"energy": 3, "forces": 2, "stress": 1})) == {"energy": 1, "forces": 10, "stress": 100}
+    before = default_task({"energy": 3, "forces": 2, "stress": 1}, stress=False)  # of runs of earlier versions
+    assert weights(before) == {"energy": 1, "forces": 1}
     assert default_task({"energy": 3, "forces": 0}).forces is None
     with pytest.raises(ForgefieldError, match="neither energies nor forces"):
         default_task({"energy": 0, "forces": 0})

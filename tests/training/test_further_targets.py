@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -296,6 +297,22 @@ def test_invalid_classes_are_refused(task, sentence, tmp_path):
     ase.io.write(tmp_path / "frames.extxyz", frames, format="extxyz")
     with pytest.raises(ForgefieldError, match=sentence):
         api.train(config(tmp_path, task=task, fields={**CLASS_FIELDS, "same": {}, "moduli": {"shape": [3]}}))
+
+
+def test_a_class_without_training_frame_must_be_listed(tmp_path):
+    frames = ase.io.read(with_classes(tmp_path / "frames.extxyz", 14), ":")
+    frames[3].info["kind"] = 9
+    ase.io.write(tmp_path / "frames.extxyz", frames, format="extxyz")
+    made = config(tmp_path, task={"kind": {"classes": "auto"}}, fields=CLASS_FIELDS, trainer={"max_epochs": 1})
+    made["data"] |= {"val": {"indices": [3]}, "test": None}
+    with pytest.raises(
+        ForgefieldError, match=r"its kind is 9, which is not the label of any training frame"
+    ) as refused:
+        api.train(made)
+    listed = re.search(r"list all classes: task\.kind\.classes=(\[.*\])", str(refused.value))
+    assert listed is not None
+    run = train_only({**made, "task": {"kind": {"classes": json.loads(listed.group(1))}}})
+    assert run.info["model"]["predicts"]["heads"]["kind"]["classes"][-1] == 9.0
 
 
 def test_what_is_the_better_the_larger_it_is_cannot_be_watched(tmp_path):

@@ -108,10 +108,12 @@ def test_results_on_other_files_of_the_same_name_are_kept(plain_run, folder, no_
     run = plain_run
     first = api.test(run, str(folder / "a" / "same.extxyz"))
     second = api.test(run, str(folder / "b" / "same.extxyz"))
-    third = api.test(run, [str(folder / "hot.extxyz")])
+    files = [str(folder / name) for name in ("hot.extxyz", "cold.extxyz")]
+    third = api.test(run, files)
     assert stored(run, "test")["errors"] == first
     assert stored(run, "test-same")["errors"] == second
     assert stored(run, "test-hot")["errors"] == third
+    assert stored(run, "test-hot")["source"] == files
     fourth = api.test(run, str(folder / "b" / "same.extxyz"), which="last")
     assert stored(run, "test-same-last")["errors"] == fourth
     again = api.test(run, str(folder / "a" / "same.extxyz"))
@@ -141,6 +143,12 @@ def test_results_of_an_earlier_version_are_read_and_kept(plain_run, folder):
     assert "cold.extxyz" in page
     assert json.loads(path.read_text()) == old
     assert stored(plain_run, "test-cold")["frames"] == 4
+
+
+def test_the_files_of_a_test_are_a_list(named, folder):
+    assert stored(named, "test-300K")["source"] == str(folder / "cold.extxyz")
+    assert stored(named, "test-600K")["source"] == [str(folder / "hot.extxyz"), str(folder / "cold.extxyz")]
+    assert "[&#x27;" not in (named.path / "report.html").read_text()
 
 
 def test_test_and_data_info_read_what_predict_wrote(plain_run, folder, tmp_path, capsys, no_figures):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
@@ -17,11 +18,32 @@ from forgefield.data.store.table import FrameTable, Systems
 from forgefield.errors import ForgefieldError
 
 DEFAULT_FRAMES = 8
+"""Frames of a batch where neither `data.batch` nor the data is known."""
+ATOMS_PER_BATCH = 128
+MOST_FRAMES = 32
+BATCHES_PER_EPOCH = 4
+"""Without `data.batch`, a batch has about 128 atoms, at most 32 frames, and an epoch has at least 4 batches."""
 MORE_IN_EVALUATION = 2
 """Factor by which batches are larger than in training: without second derivatives they need the same memory."""
 
 Order = Callable[[np.ndarray, np.ndarray], EpochOrder]
 """Makes the order of an epoch from the rows of a table that take part, and what each of them costs."""
+
+
+def default_frames(mean_atoms: float, n_train: int) -> int:
+    """Frames of a batch without `data.batch`, on each process.
+
+    mean_atoms: mean number of atoms of a frame. n_train: number of training frames.
+    """
+    return max(1, min(round(ATOMS_PER_BATCH / mean_atoms), MOST_FRAMES, math.ceil(n_train / BATCHES_PER_EPOCH)))
+
+
+def sized(options: DataOptions, frames: int) -> DataOptions:
+    """`options` with this number of frames in a batch, unless `data.batch` gives a size."""
+    batch = options.batch
+    if any(getattr(batch, kind) is not None for kind in KINDS) or _frames_by_source(options) is not None:
+        return options
+    return replace(options, batch=replace(batch, frames=frames))
 
 
 def training_budget(options: DataOptions) -> Budget:

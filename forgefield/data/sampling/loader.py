@@ -103,6 +103,12 @@ class FrameLoader:
 
     # ---- the plan
 
+    def set_budget(self, budget: Budget) -> None:
+        """Make batches of another size, of the same kind. Frames that exceed it are batches alone, and none is skipped."""
+        if budget.kind != self.budget.kind or "skip" in (budget.oversized, self.budget.oversized):
+            raise ValueError(f"batches of {self.budget} cannot become {budget}")
+        self.budget, self._planned, self._rest = budget, None, None
+
     @property
     def skipped(self) -> int:
         """Frames left out because they exceed the budget."""

@@ -44,6 +44,14 @@ MOST_PROGRAMS = 4
 
 
 @dataclass(frozen=True)
+class Room:
+    """Additional room of a program, as shares of what the first systems need: edges, and atoms and systems."""
+
+    edges: float = SPARE
+    atoms: float = 0.0
+
+
+@dataclass(frozen=True)
 class Systems:
     """Atoms of several systems, one system after the other. species: (n,), index into the model's species; n_atoms:
     (n_systems,); pbc: (n_systems, 3) bool."""
@@ -93,24 +101,40 @@ def choose_engine(
 ) -> DeviceEngine | None:
     """The engine for a model; None where the eager model is used.
 
-    wanted: True: an error where the engine is not possible; False: never; None: on a GPU, for models that it supports.
+    wanted, notify: as of `may_use_engine`.
+    """
+    if may_use_engine(potential, device, wanted, notify):
+        return DeviceEngine(potential, device, skin=skin, notify=notify)
+    return None
+
+
+def may_use_engine(
+    potential: Potential,
+    device: torch.device,
+    wanted: bool | None,
+    notify: Callable[[str], None] = lambda text: None,
+) -> bool:
+    """Whether the engine evaluates a model.
+
+    wanted: True: an error where the engine is not possible; False: never; None: on a GPU, for models that it supports. notify:
+    receives why the engine does not evaluate a model on a GPU.
     """
     if wanted is False or (wanted is None and device.type != "cuda"):
-        return None
+        return False
     reason = refusal(potential, device)
     if reason is None:
-        return DeviceEngine(potential, device, skin=skin, notify=notify)
+        return True
     if wanted:
         raise ForgefieldError(f"engine=True is not possible: {reason}.")
     notify(f"The eager model is used, not the evaluation engine: {reason}.")
-    return None
+    return False
 
 
 class DeviceEngine:
     """potential: in evaluation mode, on the device where it is evaluated, with weights that do not change.
 
     skin: of the neighbour lists, A. captured: whether evaluations are captured as CUDA graphs; default: on a GPU, where this is
-    possible. notify: receives what the user should know.
+    possible. room: of programs, for systems and edges that follow. notify: receives what the user should know.
     """
 
     def __init__(
@@ -120,6 +144,7 @@ class DeviceEngine:
         *,
         skin: float | None = None,
         captured: bool | None = None,
+        room: Room | None = None,
         notify: Callable[[str], None] = lambda text: None,
     ) -> None:
         reason = refusal(potential, device)
@@ -130,6 +155,7 @@ class DeviceEngine:
             raise ForgefieldError(f"The skin of the neighbour list is {skin}; it should be 0 or more, in A.")
         self.potential, self.device, self.notify = potential, device, notify
         self.captured = device.type == "cuda" if captured is None else captured
+        self.room = room or Room()
         self.builds = 0
         """How often neighbour lists have been built."""
         self.captures = 0
@@ -146,6 +172,22 @@ class DeviceEngine:
     def set_systems(self, systems: Systems) -> None:
         """Choose the systems of the following evaluations. Lists are built again."""
         self._systems, self._program = systems, None
+
+    def replace_systems(self, systems: Systems) -> None:
+        """The same for systems that follow others of similar sizes: where they fit into the program in use, it is kept, and
+        lists are built on the device. Sums are then in the order of that program, on which the last bit depends."""
+        program, (n_systems, n_atoms) = self._program, systems.sizes
+        if program is None or not (n_systems < program.size.systems and n_atoms < program.size.atoms):
+            self.set_systems(systems)
+            return
+        self._systems = systems
+        program.set_systems(systems.species, systems.n_atoms, systems.pbc)
+        self._travel, self._views = _Travel(), {}
+        self._travel.due = True
+
+    def forget_programs(self) -> None:
+        """Release the memory of all programs."""
+        self._programs, self._program, self._views = {}, None, {}
 
     def evaluate(self, positions: Tensor, cell: Tensor, *, gradients: bool = True) -> Results:
         """Results for positions (n, 3) and cells (n_systems, 3, 3), A, float64, on the device."""
@@ -287,7 +329,7 @@ class DeviceEngine:
         ]
         if fitting:
             return min(fitting, key=lambda program: program.size.edges)
-        size = planned_size(*sizes)
+        size = planned_size(*sizes, self.room)
         settings = Settings(self.potential.cutoff, self.skin, CLOSEST_PAIR, gradients)
         while len(self._programs) >= MOST_PROGRAMS:
             del self._programs[next(iter(self._programs))]
@@ -326,10 +368,14 @@ class _Travel:
         self.due = travel > 0 and travel + CAUTION * step > 1
 
 
-def planned_size(systems: int, atoms: int, listed: int, edges: int) -> ProgramSize:
-    """Sizes for systems of these sizes, with room for the variation of the numbers of edges."""
-    room = 2 * -(-max(int(edges * (1 + SPARE)), edges + EDGES_PER_ATOM) // 2)
-    return ProgramSize(systems + 1, atoms + BLANK_ATOMS, max(int(listed * (1 + SPARE)), listed + EDGES_PER_ATOM), room)
+def planned_size(systems: int, atoms: int, listed: int, edges: int, room: Room) -> ProgramSize:
+    """Sizes for systems of these sizes, and additional room."""
+    return ProgramSize(
+        systems + 1 + int(systems * room.atoms),
+        atoms + BLANK_ATOMS + int(atoms * room.atoms),
+        max(int(listed * (1 + room.edges)), listed + EDGES_PER_ATOM),
+        2 * -(-max(int(edges * (1 + room.edges)), edges + EDGES_PER_ATOM) // 2),
+    )
 
 
 def _inverse(cell: Tensor, pbc: Tensor) -> Tensor:

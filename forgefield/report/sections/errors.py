@@ -73,7 +73,8 @@ def tests_table(run: RunData) -> Html | None:
         number = as_number(stored.get(run.kind.name))
         if number is None and split in run.predictions:
             number = len(run.predictions[split].n_atoms)
-        source = shorten(stored.get("source", "data.val" if split == "val" else NOTHING), 120)
+        source = stored.get("source", "data.val" if split == "val" else NOTHING)
+        source = shorten(", ".join(map(str, source)) if isinstance(source, list) else source, 120)
         errors = [significant(by_split[split].get(f"{name}_{kind}")) for name in names for kind in ("mae", "rmse")]
         rows.append([split_title(split), source, count(number), shorten(stored.get("weights", "best"), 20), *errors])
     return tag("div", card("All data", table(header, rows, text_columns=2)), class_="grid")

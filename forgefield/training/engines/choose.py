@@ -51,7 +51,7 @@ class EngineSetup:
     tolerance: largest relative difference from the eager engine.
     external_denominators: whether steps get the denominators of the loss from outside.
     graphs_refusal: why this training cannot be captured; None if it can.
-    evaluation_plan: as `plan`, for batches of the validation.
+    evaluation_plan: as `plan`, for batches of the validation, whose sizes are settled after the first training step.
     c_code: whether the eager engine computes convolutions by compiled C code.
     """
 
@@ -109,7 +109,7 @@ def build(choice: Choice, setup: EngineSetup, device: torch.device) -> Engine:
         options = inductor_options(setup.options)
         engine = CompileEngine(function, world_size=setup.world_size, options=options, notify=setup.notify)
     if choice.name == "graphs":
-        engine = GraphsEngine(engine, plan=setup.plan(), evaluation_plan=setup.evaluation_plan(), notify=setup.notify)
+        engine = GraphsEngine(engine, plan=setup.plan(), evaluation_plan=setup.evaluation_plan, notify=setup.notify)
     engine.external_denominators = setup.external_denominators
     return engine
 

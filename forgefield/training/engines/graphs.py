@@ -8,6 +8,7 @@ share one memory pool, because only one of them runs at a time.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from dataclasses import dataclass
 from itertools import compress
@@ -121,7 +122,8 @@ class _Captured(Generic[R]):
 class GraphsEngine(Engine):
     """inner: the engine whose step and evaluation are captured, eager or compiled.
 
-    plan, evaluation_plan: sizes to which batches of the training and of the validation are padded.
+    plan: sizes to which batches of the training are padded. evaluation_plan: returns those of the validation; called for its
+    first batch.
     """
 
     name = "graphs"
@@ -131,12 +133,12 @@ class GraphsEngine(Engine):
         inner: Engine,
         *,
         plan: SizePlan,
-        evaluation_plan: SizePlan | None = None,
+        evaluation_plan: Callable[[], SizePlan] = lambda: SizePlan(()),
         notify: Callable[[str], None] = lambda text: None,
     ) -> None:
         super().__init__(inner.function, world_size=inner.world_size)
         self.inner, self.plan, self.notify = inner, plan, notify
-        self.evaluation_plan = SizePlan(()) if evaluation_plan is None else evaluation_plan
+        self.evaluation_plan = functools.cache(evaluation_plan)
         self.cutoff = inner.function.potential.adaptive_cutoff or inner.function.potential.cutoff
         self._captured: dict[Size, _Captured[Differentiated]] = {}
         self._evaluations: dict[Size, _Captured[Measured]] = {}
@@ -170,7 +172,7 @@ class GraphsEngine(Engine):
             weight.grad = gradient
 
     def evaluate(self, batch: Batch) -> Measured:
-        size = self.evaluation_plan.fit(*sizes(batch))
+        size = self.evaluation_plan().fit(*sizes(batch))
         if self._captures_evaluation and size not in self._evaluations:
             try:
                 self._evaluations[size] = self._capture_evaluation(size, batch)

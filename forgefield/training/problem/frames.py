@@ -14,18 +14,18 @@ from forgefield.config.trust import CONFIG
 from forgefield.data.batch import batch_shapes
 from forgefield.data.module import DataModule, FrameData, read_data
 from forgefield.data.padding import plan_sizes
-from forgefield.data.sampling.batching import training_budget
+from forgefield.data.sampling.batching import sized, training_budget
 from forgefield.data.sampling.loader import FrameLoader
 from forgefield.models.building import build_model
 from forgefield.models.potential import Potential
 from forgefield.models.resolving import branch_names
 from forgefield.parallel.accelerators import evaluation_device
 from forgefield.parallel.reductions import StepExchange
-from forgefield.runs import Run
+from forgefield.runs import OmittedOptions, Run
 from forgefield.settings import Config
-from forgefield.tasks.metrics import UNITS
 from forgefield.tasks.options import TaskOptions, quantity
 from forgefield.tasks.task import Task
+from forgefield.tasks.units import UNITS
 from forgefield.training.engines.choose import EngineStarter, refuse_engine
 from forgefield.training.frames_executor import FramesExecutor
 from forgefield.training.module import TrainingModule
@@ -49,6 +49,7 @@ from forgefield.training.problem.problem import Problem, TrainingSession
 from forgefield.training.problem.transfer import Transfer, transfer
 from forgefield.training.run.checkpoint import ResumePoint
 from forgefield.training.run.start_summary import effective_batch
+from forgefield.training.validation_batches import ValidationBatches
 
 
 def build_frames_problem(config: Config, data: FrameData | None = None) -> FramesProblem:
@@ -65,6 +66,8 @@ def build_frames_problem(config: Config, data: FrameData | None = None) -> Frame
 
 class FramesProblem(Problem):
     data: FrameData
+    defaults: OmittedOptions
+    """What options that the config leaves out mean in this run."""
     batches: DataModule
     """Batches of the loaders; set by `loader`."""
     task: Task
@@ -77,6 +80,7 @@ class FramesProblem(Problem):
         self, run: Run, config: Config, options: dict[str, Any], session: TrainingSession, *, resumes: bool = True
     ) -> None:
         super().__init__(run, config, options, session, resumes=resumes)
+        self._validation: FrameLoader | None = None
         begun, trust_code = self.has_begun, session.trust_code
         self.initial = initial_model(run, config, session.ranks, begun=begun, trust_code=trust_code)
         if self.initial is not None:
@@ -85,6 +89,9 @@ class FramesProblem(Problem):
     def prepare(self, data: FrameData | None = None) -> None:
         """data: read before, for the same `data` section."""
         config, journal = self.config, self.session.journal
+        ranks = self.session.ranks
+        stored = self.run.info if ranks.is_rank_zero and self.has_begun else None
+        self.defaults = ranks.broadcast(OmittedOptions() if stored is None else OmittedOptions.of_run(stored))
         self.data = data if data is not None else self._read()
         self._resolve()
         self.model = build_model(
@@ -99,8 +106,6 @@ class FramesProblem(Problem):
 
     def _read(self) -> FrameData:
         config, ranks = self.config, self.session.ranks
-        # A run that was started when splits could leave a species out of training keeps its split.
-        keep_species = not (ranks.is_rank_zero and self.has_begun) or bool(self.run.info["keep_species"])
         return read_data(
             config.data,
             config.seed,
@@ -108,7 +113,8 @@ class FramesProblem(Problem):
             world_size=ranks.world_size,
             branches=branch_names(config.model if self.initial is None else self.initial.source.resolved),
             species_of=None if self.initial is None else self.initial.source.name,
-            keep_species=ranks.broadcast(keep_species),
+            keep_species=self.defaults.keep_species,
+            frames_by_default=self.defaults.frames,
             converting=_conversion_report(self.session.journal.notify),
         )
 
@@ -117,7 +123,7 @@ class FramesProblem(Problem):
         options."""
         ranks = self.session.ranks
         self.data = data = replace(self.data, statistics=ranks.broadcast(self.data.statistics))
-        self.task_options = options = requested_task(self.config, data)
+        self.task_options = options = requested_task(self.config, data, stress_by_default=self.defaults.stress)
         for name, dataset in data.splits():
             if name != "train":
                 require_any_label(options, name, dataset)
@@ -168,26 +174,22 @@ class FramesProblem(Problem):
             self.config.training,
             self.data.species.symbols,
             starter=self._engine_starter(restart, quick),
+            validation=self._validation_batches(restart, quick),
             shapes=batch_shapes(self.data.train.fields),
         )
         return self.module_of(executor, monitor, exchange)
 
     def _engine_starter(self, restart: ResumePoint | None, quick: bool) -> EngineStarter:
         """Starts the engine; a resumed run keeps its engine, unless the config names another one."""
-        run, ranks, training = self.run, self.session.ranks, self.config.training
-        stored = run.info.get("engine") if ranks.is_rank_zero and restart is not None else None
-
-        def store(choice: dict[str, Any]) -> None:
-            if ranks.is_rank_zero and not quick:
-                run.write_info(engine=choice)
-
+        training = self.config.training
+        stored, store = self._stored("engine", restart, quick)
         return EngineStarter(
             training,
-            ranks,
+            self.session.ranks,
             plan=lambda: plan_sizes(self.batches.train_dataloader().batch_sizes(), at_most=training.graphs.sizes),
             tolerance=Precision(training.precision).tolerance,
             notify=self.session.journal.notify,
-            stored_choice=ranks.broadcast(stored),
+            stored_choice=stored,
             store=store,
             compiling=self.session.stop.at_once,
             evaluation_plan=lambda: plan_sizes(self._validation_sizes(), at_most=training.graphs.sizes),
@@ -195,8 +197,31 @@ class FramesProblem(Problem):
 
     def _validation_sizes(self) -> np.ndarray:
         """(n, 3): frames, atoms and edges of the batches of a validation; empty if edges are not counted."""
-        loader = self.batches.val_dataloader()
-        return loader.batch_sizes(epochs=1) if isinstance(loader, FrameLoader) else np.empty((0, 3), dtype=np.int64)
+        loader = self._validation
+        return np.empty((0, 3), dtype=np.int64) if loader is None else loader.batch_sizes(epochs=1)
+
+    def _validation_batches(self, restart: ResumePoint | None, quick: bool) -> ValidationBatches | None:
+        """Chooses the size of batches of the validation; None if the config sets it."""
+        if self.config.data.eval_batch is not None:
+            return None
+        stored, store = self._stored("validation_batch", restart, quick)
+        notify = self.session.journal.notify
+        return ValidationBatches(
+            lambda: self._validation, self.session.ranks, notify=notify, stored=stored, store=store
+        )
+
+    def _stored(
+        self, key: str, restart: ResumePoint | None, quick: bool
+    ) -> tuple[dict[str, Any] | None, Callable[[dict[str, Any]], None]]:
+        """A choice in `run.json` that a resumed run keeps, on all ranks, and a function that stores it."""
+        ranks = self.session.ranks
+
+        def store(choice: dict[str, Any]) -> None:
+            if ranks.is_rank_zero and not quick:
+                self.run.write_info(**{key: choice})
+
+        stored: dict[str, Any] | None = self.run.info.get(key) if ranks.is_rank_zero and restart is not None else None
+        return ranks.broadcast(stored), store
 
     def refuse(self, device: torch.device) -> None:
         refuse_engine(self.config.training, device)
@@ -218,7 +243,9 @@ class FramesProblem(Problem):
         return self.batches
 
     def val_loader(self) -> FrameLoader | list[Any]:
-        return self.batches.val_dataloader()
+        loader = self.batches.val_dataloader()
+        self._validation = loader if isinstance(loader, FrameLoader) else None
+        return loader
 
     def describe_data(self) -> list[tuple[str, str]]:
         return self.batches.describe()
@@ -229,12 +256,16 @@ class FramesProblem(Problem):
             "cutoff": self.config.cutoff,
             "statistics": asdict(self.data.statistics),
             "initial_model": self.initial.record if self.initial is not None else None,
-            "keep_species": self.data.keep_species,
+            **OmittedOptions(self.data.keep_species, self.data.frames_by_default, self.defaults.stress).record(),
         }
 
     def batch_row(self) -> str:
         accumulate = self.options.get("accumulate_grad_batches") or 1
-        return effective_batch(training_budget(self.config.data), self.session.ranks.world_size, accumulate)
+        row = effective_batch(training_budget(self.data.options), self.session.ranks.world_size, accumulate)
+        if sized(self.config.data, 1) is self.config.data:
+            return row
+        atoms = self.data.frames_by_default * float(self.data.train.n_atoms.mean())
+        return f"{row} (data.batch is not set; about {atoms:.0f} atoms in a batch)"
 
     @property
     def units(self) -> dict[str, str]:

@@ -26,7 +26,7 @@ from forgefield.data.store.table import FrameTable
 from forgefield.errors import ForgefieldError
 from forgefield.models.heads.options import SHAPES
 from forgefield.models.interface import DirectOutput
-from forgefield.models.predictor import FORCES
+from forgefield.models.resolved import FORCES
 from forgefield.tasks.options import DENOISE, FieldTargetOptions, TargetOptions, TaskOptions, targets_of
 from forgefield.tasks.targets import require_labels
 
@@ -164,7 +164,7 @@ def _class_specification(name: str, options: FieldTargetOptions, field: Field, d
     classes = _classes(options.classes, table, name)
     for _, dataset in data.splits():
         if name in dataset.fields:
-            _require_classes(name, classes, dataset.frames)
+            _require_classes(name, classes, dataset.frames, automatic=options.classes == "auto")
     counts = np.array([(_labelled(table, name) == value).sum() for value in classes], dtype=float)
     shares = (counts + 1) / (counts.sum() + len(classes))
     shift = np.zeros(len(classes)) if options.normalise in (None, "none") else np.log(shares)
@@ -198,18 +198,30 @@ def _classes(setting: int | str | list[float] | None, table: FrameTable, name: s
     return classes
 
 
-def _require_classes(name: str, classes: list[float], table: FrameTable) -> None:
-    """Raise ForgefieldError for a label that is not one of the classes."""
+def _require_classes(name: str, classes: list[float], table: FrameTable, *, automatic: bool) -> None:
+    """Raise ForgefieldError for a label that is not one of the classes. automatic: they are the labels of training frames."""
     if np.isin(_labelled(table, name), classes).all():
         return
     for row in range(len(table)):
         labels = _labelled(table[row : row + 1], name)
         unknown = labels[~np.isin(labels, classes)]
         if len(unknown):
+            if automatic:
+                raise ForgefieldError(
+                    f"{table.where(row)}: its {name} is {unknown[0]:g}, which is not the label of any training frame; with "
+                    f"task.{name}.classes=auto the classes are the labels of the training frames ({_listed(classes)}). Correct "
+                    f"the label, move frames of this class to data.train, or list all classes: "
+                    f"task.{name}.classes={_written([*classes, float(unknown[0])])}."
+                )
             raise ForgefieldError(
                 f"{table.where(row)}: its {name} is {unknown[0]:g}, but task.{name}.classes has {_listed(classes)}; correct "
                 "the label, or list all classes."
             )
+
+
+def _written(classes: list[float]) -> str:
+    """A list of labels as a setting."""
+    return f"[{', '.join(f'{value:g}' for value in sorted(classes))}]"
 
 
 def _listed(classes: list[float]) -> str:

@@ -142,9 +142,11 @@ def resolved_model(config: Config, data: FrameData) -> dict[str, Any]:
         )
 
 
-def requested_task(config: Config, data: FrameData) -> TaskOptions:
+def requested_task(config: Config, data: FrameData, *, stress_by_default: bool = True) -> TaskOptions:
     """The task of the config, or the default one for the labels of the data. Raises ForgefieldError for missing labels."""
-    options = config.task if config.task is not None else default_task(data.statistics.labels, data.label_hints)
+    options = config.task
+    if options is None:
+        options = default_task(data.statistics.labels, data.label_hints, stress=stress_by_default)
     require_labels(targets_of(options), data.statistics.labels, "training", data.label_hints)
     return options
 

@@ -12,7 +12,6 @@ from pathlib import Path
 from forgefield.config.diff import Change, config_diff, format_diff
 from forgefield.config.loading import load_config, override_keys
 from forgefield.data.options import DEFAULT_POINTS
-from forgefield.data.sampling.batching import DEFAULT_FRAMES
 from forgefield.errors import ForgefieldError
 from forgefield.files import remove_leftovers
 from forgefield.parallel.ranks import Ranks
@@ -136,7 +135,8 @@ def compare_with_stored_config(
         return []
     changes = config_diff(run.config, config)
     before, now = world_sizes
-    defaults = {"data.batch.frames": DEFAULT_FRAMES, "data.batch.points": DEFAULT_POINTS}
+    frames = run.info.get("defaults", {}).get("frames")
+    defaults = {"data.batch.frames": frames, "data.batch.points": DEFAULT_POINTS}
     refused = [
         change
         for change in changes
