@@ -76,7 +76,7 @@ POINTS = SampleKind(
     errors_section=ImportPath("forgefield.ldos.report.errors_section"),
     usage_section=ImportPath("forgefield.ldos.report.usage_section"),
     counted="points",
-    error_units=ImportPath("forgefield.ldos.observables.OBSERVABLE_UNITS"),
+    error_units=ImportPath("forgefield.ldos.observable_units.OBSERVABLE_UNITS"),
 )
 """Points of a real-space grid: descriptors and the local density of states or the density."""
 KINDS = {kind.name: kind for kind in (FRAMES, POINTS)}

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from forgefield.errors import ForgefieldError
-from forgefield.tasks.metrics import UNITS
+from forgefield.tasks.units import UNITS
 
 if TYPE_CHECKING:
     from pandas import DataFrame

@@ -1,6 +1,7 @@
 """Files of trained weights: safetensors with a checksum of the tensors in their metadata, verified whenever they are read.
 
-The checksum is also the identity of the weights: results that were computed with them store it.
+The checksum is also the identity of the weights: results that were computed with them store it. PyTorch is imported when
+tensors are used.
 """
 
 from __future__ import annotations
@@ -10,16 +11,14 @@ import json
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
-
-import torch
-from safetensors.torch import load as tensors_from
-from safetensors.torch import save as safetensors_bytes
-from torch import Tensor
+from typing import TYPE_CHECKING, Any
 
 from forgefield.errors import ForgefieldError
 from forgefield.files import read_bytes, write_atomically
 from forgefield.formats import VERSION, Format
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 WEIGHTS_FILE = Format("a file of weights")
 """The format of weight files; the version is part of the metadata."""
@@ -39,6 +38,8 @@ class Weights:
 
 def digest(state: Mapping[str, Tensor]) -> str:
     """SHA-256 of names, types, shapes and values of all tensors, independent of their order."""
+    import torch
+
     total = hashlib.sha256()
     for name in sorted(state):
         tensor = state[name].detach().cpu().contiguous()
@@ -54,16 +55,20 @@ def contiguous(state: Mapping[str, Tensor]) -> dict[str, Tensor]:
 
 def write_weights(path: Path, state: Mapping[str, Tensor], about: Mapping[str, Any]) -> None:
     """Write tensors and metadata atomically."""
+    from safetensors.torch import save
+
     # One metadata entry: with several, safetensors writes them in random order, and equal runs would differ in bytes.
     metadata = {_ABOUT: json.dumps({VERSION: WEIGHTS_FILE.version, **about, _CHECKSUM: digest(state)})}
-    write_atomically(path, safetensors_bytes(dict(state), metadata=metadata))
+    write_atomically(path, save(dict(state), metadata=metadata))
 
 
 def read_weights(path: Path) -> Weights:
     """Read and verify a file of weights. Files of earlier versions have no checksum and are not verified."""
+    from safetensors.torch import load
+
     content = read_bytes(path)
     try:
-        state, about = tensors_from(content), _about(content)
+        state, about = load(content), _about(content)
     except Exception as error:
         raise ForgefieldError(f"{path} is damaged: {str(error).splitlines()[0]}. {_REMEDY}") from error
     about = WEIGHTS_FILE.upgrade(about, path)

@@ -28,7 +28,8 @@ from forgefield.checks.transformations import (
 )
 from forgefield.data.frame import Frame
 from forgefield.models.interface import ExtraOutput
-from forgefield.models.predictor import FORCES, Predictor
+from forgefield.models.predictor import Predictor
+from forgefield.models.resolved import FORCES
 
 Values = dict[str, np.ndarray]
 """Outputs of one frame, in units of their scales: (*shape) or (n_atoms, *shape)."""

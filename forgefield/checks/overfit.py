@@ -18,8 +18,9 @@ from forgefield.data.batch import batch_shapes, with_edges
 from forgefield.errors import ForgefieldError
 from forgefield.ops.functions import combine_keys
 from forgefield.settings import Config
-from forgefield.tasks.metrics import ErrorMetrics, unit_of
+from forgefield.tasks.metrics import ErrorMetrics
 from forgefield.tasks.task import Task
+from forgefield.tasks.units import unit_of
 from forgefield.training.engines.engine import Engine
 from forgefield.training.engines.step import StepFunction
 from forgefield.training.optim.optimisers import build_optimiser

@@ -14,7 +14,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     with for_good():
-        from forgefield import api
+        from forgefield.report.live.verbs import compare
 
-    print(api.compare(*args.runs))
+    print(compare(*args.runs))
     return 0

@@ -18,6 +18,7 @@ examples:
   forgefield predict water.ff new.extxyz -o out.extxyz
   forgefield export runs/water --to aoti -o water.pt2 --device cuda
   forgefield export runs/water --to deepmd -o water.dp
+  forgefield export runs/water --to nequip -o water.ckpt
   forgefield export runs/water --to mliap -o water.pt
   forgefield export runs/be --to mala -o be.zip
 """

@@ -35,9 +35,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     with for_good():
-        from forgefield import api
+        from forgefield.report.live.verbs import list_runs
 
-    table = api.list_runs(args.folder, errors=args.errors, sort=args.sort, descending=args.reverse, first=args.first)
+    table = list_runs(args.folder, errors=args.errors, sort=args.sort, descending=args.reverse, first=args.first)
     dropped: list[str] = []
     if sys.stdout.isatty():
         table, dropped = table.fitting(shutil.get_terminal_size().columns, ALWAYS)

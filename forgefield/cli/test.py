@@ -69,7 +69,7 @@ def _run(args: argparse.Namespace, ranks: Ranks) -> int:
     from forgefield.config.loading import override_config, override_keys
     from forgefield.data.paths import is_named, test_sets, title
     from forgefield.evaluation import require_test_data
-    from forgefield.ldos.observables import OBSERVABLE_UNITS
+    from forgefield.ldos.observable_units import OBSERVABLE_UNITS
     from forgefield.runs import Run
     from forgefield.training.run.summary import end_summary
 

@@ -35,9 +35,9 @@ def run(args: argparse.Namespace) -> int:
     if args.port is not None and not 0 < args.port < 65536:
         raise ForgefieldError(f"--port must be between 1 and 65535, not {args.port}.")
     with for_good():
-        from forgefield import api
+        from forgefield.report.live.verbs import watch
 
-    with api.watch(args.run, port=args.port) as page:
+    with watch(args.run, port=args.port) as page:
         print(f"Live page of {page.folder}: {page.address}", flush=True)
         print(
             f"On another machine: ssh -L {page.port}:127.0.0.1:{page.port} this-machine, then open the same address. "

@@ -263,6 +263,20 @@ def halves(batch: Batch, shapes: Shapes = SHAPES) -> tuple[Batch, Batch]:
     return first, second
 
 
+def repeated(batch: Batch, times: int) -> Batch:
+    """The frames of a batch with edges, `times` times one after the other."""
+    n_frames, n_atoms = len(batch["n_atoms"]), len(batch["species"])
+    moves = {"frame": n_frames, "edge_index": n_atoms, "edge_reverse": batch["edge_index"].shape[1]}
+    copies = {}
+    for key, tensor in batch.items():
+        dim = int(key == "edge_index")
+        copies[key] = torch.cat([tensor] * times, dim)
+        if key in moves:
+            offsets = moves[key] * torch.arange(times, device=tensor.device)
+            copies[key] += offsets.repeat_interleave(tensor.shape[dim])
+    return copies
+
+
 _ALLOCATION_ERRORS = ("not enough memory", "out of memory", "can't allocate memory")
 """What torch writes into the plain RuntimeError of a failed allocation on the CPU."""
 

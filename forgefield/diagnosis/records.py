@@ -12,14 +12,15 @@ import math
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
-from matplotlib.axes import Axes
-from matplotlib.figure import Figure
-from matplotlib.ticker import FuncFormatter, NullFormatter
 
 from forgefield.files import write_atomically
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
 
 FOLDER = "diagnosis"
 Record = dict[str, Any]
@@ -105,6 +106,8 @@ def autocorrelation_figure(record: Record) -> Figure | None:
     shown = [(name, colour) for name, colour in (("gradients", ORANGE), ("parameters", BLUE)) if name in record]
     if not lags or not shown:
         return None
+    from matplotlib.figure import Figure
+
     figure = Figure(figsize=(3.7, 3.6), layout="constrained")
     main, below = figure.subplots(2, 1, height_ratios=(2, 1))
     for name, colour in shown:
@@ -208,11 +211,15 @@ def image_of(figure: Figure, dpi: int = 110) -> np.ndarray:
 
 
 def _single() -> tuple[Figure, Axes]:
+    from matplotlib.figure import Figure
+
     figure = Figure(figsize=(3.7, 2.9), layout="constrained")
     return figure, figure.subplots()
 
 
 def _logarithmic(axes: Axes, x: str, y: str) -> None:
+    from matplotlib.ticker import FuncFormatter, NullFormatter
+
     axes.set_yscale("log")
     axes.yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
     axes.yaxis.set_minor_formatter(NullFormatter())

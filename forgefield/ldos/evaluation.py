@@ -22,7 +22,8 @@ from forgefield.ldos.data import PointTable, Selection, StreamLoader, find_snaps
 from forgefield.ldos.descriptors.computed import input_maker
 from forgefield.ldos.loss import PointErrors
 from forgefield.ldos.model import LDOSNetwork
-from forgefield.ldos.observables import OBSERVABLE_UNITS, Observables, SnapshotFacts, mean_absolute
+from forgefield.ldos.observable_units import OBSERVABLE_UNITS
+from forgefield.ldos.observables import Observables, SnapshotFacts, mean_absolute
 from forgefield.ldos.training.data import EVALUATED, PointData
 from forgefield.ldos.training.snapshots import NEEDED, SnapshotMeasure, density_energies
 from forgefield.parallel.accelerators import evaluation_device

@@ -17,18 +17,8 @@ from forgefield.models.interface import Section
 from forgefield.models.potential import Potential
 from forgefield.models.predictor import DirectOutputs, Predictor
 from forgefield.models.registry import ARCHITECTURES, registered_class
-from forgefield.models.resolving import (
-    DIRECT,
-    FROM_DATA,
-    HEADS,
-    MODULE_FOLDER,
-    PREDICTS,
-    REFERENCES,
-    Options,
-    adapted_class,
-    extra_outputs_of,
-    model_class,
-)
+from forgefield.models.resolved import DIRECT, HEADS, MODULE_FOLDER, PREDICTS, REFERENCES
+from forgefield.models.resolving import FROM_DATA, Options, adapted_class, extra_outputs_of, model_class
 
 PRECISIONS = {"float32": torch.float32, "float64": torch.float64}
 

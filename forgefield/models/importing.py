@@ -6,12 +6,13 @@ from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, ClassVar
-
-from torch import Tensor
+from typing import TYPE_CHECKING, Any, ClassVar
 
 from forgefield.config.trust import NO_CODE, Trust
 from forgefield.errors import ForgefieldError
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 IN_FILE = "its files hold the options of the model"
 REASONS = {

@@ -19,11 +19,7 @@ from forgefield.models.heads.heads import EdgeGeometry, EdgeHead, Head, build_he
 from forgefield.models.heads.options import HeadOptions
 from forgefield.models.interface import ExtraOutput
 from forgefield.models.potential import Potential
-
-FORCES = "forces"
-"""A head of this name predicts forces directly, instead of the derivative of the energy."""
-NOISE = "denoise"
-"""A head of this name predicts by how much atoms were displaced, for training only."""
+from forgefield.models.resolved import FORCES, NOISE
 
 
 class Predictor(Potential):

@@ -54,10 +54,14 @@ def _format(program: str, path: str, help: str) -> dict[str, FileFormat]:
 
 ARCHITECTURES: dict[str, Architecture] = {
     "nequip": _at(
-        "nequip.model.NequIP", importers=_format("nequip", "models.nequip.importer.IMPORTER", _FRAMEWORK_FILES)
+        "nequip.model.NequIP",
+        importers=_format("nequip", "models.nequip.importer.IMPORTER", _FRAMEWORK_FILES),
+        exporters=_format("nequip", "models.nequip.exporter.write_nequip", ".ckpt"),
     ),
     "allegro": _at(
-        "allegro.model.Allegro", importers=_format("allegro", "models.allegro.importer.IMPORTER", _FRAMEWORK_FILES)
+        "allegro.model.Allegro",
+        importers=_format("allegro", "models.allegro.importer.IMPORTER", _FRAMEWORK_FILES),
+        exporters=_format("allegro", "models.allegro.exporter.write_allegro", ".ckpt"),
     ),
     "mace": _at(
         "mace.model.MACE",

@@ -26,21 +26,13 @@ from forgefield.models.heads.options import check_heads, complete_heads, head_op
 from forgefield.models.interface import DirectOutput, ExtraOutput, RegisteredModel, Section
 from forgefield.models.options import check_keys
 from forgefield.models.registry import ARCHITECTURES, registered_class
+from forgefield.models.resolved import DIRECT, HEADS, MODULE_FOLDER, PREDICTS, REFERENCES
 
 if TYPE_CHECKING:
     from _typeshed import DataclassInstance
 
 Options = dict[str, Any]
 """Plain values by option, as in a config or in `run.json`."""
-MODULE_FOLDER = "module_folder"
-"""Resolved option of a user-defined model: the folder of its module, if Python does not find it without help."""
-PREDICTS = "predicts"
-"""Resolved option of a model with extra outputs: `energy`, whether it has one, and `heads`, the complete options of each head;
-with `own` (`DIRECT`), `heads` describes outputs of the model itself."""
-REFERENCES = "reference_energies"
-"""Resolved option of a user-defined model without energy shifts: energy that is added for each species, eV."""
-DIRECT = "own"
-HEADS = "heads"
 FROM_DATA = ("species", "cutoff", "adaptive_cutoff", "max_neighbours", "statistics")
 """Arguments of models that come from the data section."""
 

@@ -16,6 +16,7 @@ from typing import Any
 
 import matplotlib
 from matplotlib.axes import Axes
+from matplotlib.backends.backend_svg import FigureCanvasSVG
 from matplotlib.figure import Figure
 from matplotlib.ticker import FixedLocator, FuncFormatter, MaxNLocator, NullLocator
 
@@ -140,6 +141,7 @@ def to_svg(figure: Figure, name: str, description: str) -> Html:
     with house_style():
         matplotlib.rcParams["svg.hashsalt"] = name
         metadata = dict.fromkeys(("Creator", "Date", "Format", "Type"))
+        _arrange(figure)
         figure.savefig(buffer, format="svg", metadata=metadata, transparent=True)
     drawing = buffer.getvalue()
     drawing = drawing[drawing.index("<svg") :]
@@ -152,6 +154,15 @@ def to_svg(figure: Figure, name: str, description: str) -> Html:
     label = text(description)
     opening = f'<svg class="figure" role="img" aria-label="{label}" viewBox="{box[1]}">'
     return Html(opening + drawing[drawing.index(">") + 1 :].strip())
+
+
+def _arrange(figure: Figure) -> None:
+    """Compute the layout of a figure that is drawn as SVG, and keep it. Matplotlib would draw the whole figure for that, and
+    then once more."""
+    if (engine := figure.get_layout_engine()) is not None:
+        FigureCanvasSVG(figure)
+        engine.execute(figure)
+        figure.set_layout_engine(None)
 
 
 def _themed(style: str) -> str:

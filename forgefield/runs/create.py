@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import os
 from pathlib import Path
-from typing import Any
-
-from torch import nn
+from typing import TYPE_CHECKING, Any
 
 from forgefield.config.template import plain_yaml
 from forgefield.errors import ForgefieldError
@@ -15,6 +13,9 @@ from forgefield.models.registry import importer
 from forgefield.runs.record import versions
 from forgefield.runs.run import WEIGHTS, Run, build_from_options
 from forgefield.weights import write_weights
+
+if TYPE_CHECKING:
+    from torch import nn
 
 
 def create_run_from_model(

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-
-import torch
+from typing import TYPE_CHECKING
 
 from forgefield.runs.record import MEMBERS
+
+if TYPE_CHECKING:
+    import torch
 
 
 def joined_states(states: Sequence[Mapping[str, torch.Tensor]]) -> dict[str, torch.Tensor]:

@@ -12,7 +12,7 @@ from typing import Any, ClassVar
 from forgefield._version import __version__
 from forgefield.errors import ForgefieldError
 from forgefield.formats import Format
-from forgefield.models.resolving import HEADS, PREDICTS
+from forgefield.models.resolved import HEADS, PREDICTS
 
 
 def _explicit_defaults(info: dict[str, Any]) -> dict[str, Any]:

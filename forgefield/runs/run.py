@@ -1,7 +1,8 @@
 """A run: the folder that contains a training and everything needed to use, test or resume it.
 
 The model is rebuilt from `run.json` and the weights, without the data it was trained on. User-defined classes named in
-`run.json` are imported only with `trust_code=True`; nothing in the folder is ever executed.
+`run.json` are imported only with `trust_code=True`; nothing in the folder is ever executed. PyTorch is imported when weights or
+a model are used, not by lists of runs.
 """
 
 from __future__ import annotations
@@ -13,9 +14,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 from urllib.parse import quote
 
-import torch
-from torch import nn
-
 from forgefield.config.checking import stored_config
 from forgefield.config.nearest import did_you_mean
 from forgefield.config.sources import Sources, read_yaml
@@ -26,11 +24,8 @@ from forgefield.errors import ForgefieldError
 from forgefield.files import write_atomically
 from forgefield.formats import VERSION
 from forgefield.kinds import ENSEMBLE, PLOT_RUN, POINTS, RUN_HTML, SampleKind, kind_of_model
-from forgefield.models.potential import Potential
-from forgefield.models.predictor import FORCES, NOISE
-from forgefield.models.resolving import HEADS, PREDICTS, branch_names, single_branch
+from forgefield.models.resolved import FORCES, HEADS, NOISE, PREDICTS
 from forgefield.results import Metrics, Predictions
-from forgefield.runs.members import member_state
 from forgefield.runs.record import MEMBERS, RUN_JSON, SCALES, RunInfo
 from forgefield.settings import Config
 from forgefield.untrusted.archives import npz_arrays
@@ -38,7 +33,11 @@ from forgefield.untrusted.documents import load_json
 from forgefield.weights import Weights, read_weights
 
 if TYPE_CHECKING:
+    import torch
     from matplotlib.figure import Figure
+    from torch import nn
+
+    from forgefield.models.potential import Potential
 
 WEIGHTS = ("best", "last")
 UNCERTAINTY = "uncertainty.safetensors"
@@ -287,6 +286,8 @@ class Run:
 
     def require_head(self, head: str | None) -> None:
         """Raise an error for a branch that the model does not have, or if none is selected and it has several."""
+        from forgefield.models.resolving import branch_names, single_branch
+
         if head is not None or branch_names(self.info["model"]):
             single_branch(self.info["model"], None, head)
 
@@ -303,6 +304,8 @@ class Run:
         which: `best` (by validation) or `last`. head: a branch of a model with several, which is returned as a separate model.
         precision: of the weights and the arithmetic, `float32` or `float64`; default: as trained.
         """
+        from forgefield.models.potential import Potential
+
         model = self.load_model(which, device, head=head, precision=precision)
         if not isinstance(model, Potential):
             raise ForgefieldError(
@@ -319,6 +322,10 @@ class Run:
         precision: str | None = None,
     ) -> nn.Module:
         """The trained model in evaluation mode, for any kind of samples. Parameters: as in `load_potential`."""
+        import torch
+
+        from forgefield.runs.members import member_state
+
         if which not in WEIGHTS:
             raise ForgefieldError(f"Weights are 'best' or 'last', not '{which}'.")
         try:
@@ -346,6 +353,8 @@ class Run:
         self, resolved: dict[str, Any], state: Mapping[str, torch.Tensor], precision: str, head: str | None
     ) -> nn.Module:
         if head is not None:
+            from forgefield.models.resolving import single_branch
+
             resolved, state = single_branch(resolved, state, head)
         _refuse_impossible_sizes(resolved, state, self.path / "run.json")
         model = build_from_options(resolved, precision, self.trust)

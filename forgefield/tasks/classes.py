@@ -50,6 +50,3 @@ def auroc(scores: np.ndarray, positive: np.ndarray) -> float | None:
     _, group, sizes = np.unique(scores, return_inverse=True, return_counts=True)
     ranks = (np.cumsum(sizes) - (sizes - 1) / 2)[group]
     return float((ranks[positive].sum() - n_positive * (n_positive + 1) / 2) / (n_positive * n_negative))
-
-
-CLASS_METRICS = ("accuracy", "f1", "cross_entropy")

@@ -13,20 +13,11 @@ from torch import Tensor
 
 from forgefield.models.edges import volumes
 from forgefield.physics.units import EV_PER_A3_TO_GPA
-from forgefield.tasks.classes import CLASS_METRICS, class_metrics, class_sums
+from forgefield.tasks.classes import class_metrics, class_sums
 from forgefield.tasks.options import quantity
-
-UNITS = {"energy": "meV/atom", "energy_total": "meV", "forces": "meV/A", "stress": "GPa", "virial": "meV/atom"}
-"""Unit of each metric; `energy_mae`, `energy_rmse` and so on share the unit of `energy`. Errors of any other quantity are in
-the unit of its label."""
+from forgefield.tasks.units import CLASS_METRICS
 
 _FACTORS = {"energy": 1000.0, "energy_total": 1000.0, "forces": 1000.0, "stress": EV_PER_A3_TO_GPA, "virial": 1000.0}
-
-
-def unit_of(metric: str) -> str:
-    """The unit of a metric such as `val/forces_mae/Cu`; empty for a loss or a learning rate."""
-    name = metric.split("/")[1] if metric.split("/")[0] in ("train", "val", "test") else metric.split("/")[0]
-    return UNITS.get(quantity(name.rsplit("_", 1)[0]), "")
 
 
 class ErrorMetrics:

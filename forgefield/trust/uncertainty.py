@@ -15,12 +15,13 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
+from itertools import islice
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from forgefield.data.batch import Batch, to_device, with_edges
+from forgefield.data.batch import Batch, is_memory_error, repeated, to_device, with_edges
 from forgefield.data.dataset import GraphDataset
 from forgefield.data.module import FrameData, read_data
 from forgefield.errors import ForgefieldError
@@ -45,6 +46,8 @@ FRAMES_AFTER_TRAINING = 5000
 """Training and validation frames, at most, of the pass at the end of a training, evenly spaced, so that it is always short."""
 ATOMS_TOGETHER = 1000
 """Atoms of a batch, unless a frame has more."""
+EDGES_TOGETHER = {"cpu": 20_000, "cuda": 300_000}
+"""Edges of a pass along several directions, by device: small passes take as long as a GPU needs to start their kernels."""
 FORCE_ROWS = 2000
 """Force components of validation frames that are compared with their uncertainties."""
 REGULARISERS = [10.0**exponent for exponent in range(-14, 1)]
@@ -110,9 +113,10 @@ def accumulate(
         has_force = batch["forces"].isfinite()
         curvature.n_forces += int(has_force.sum())
         weight = 1.0 if directions is None else 1.0 / directions
-        for direction in _directions(batch, directions, generator) if has_force.any() else ():
-            rows = _slopes(potential, batch, direction * has_force)
-            curvature.forces += weight * (rows.T @ rows).cpu()
+        if has_force.any():
+            moves = (direction * has_force for direction in _directions(batch, directions, generator))
+            for _, rows in _slopes(potential, batch, moves):
+                curvature.forces += weight * (rows.T @ rows).cpu()
     return curvature
 
 
@@ -137,10 +141,9 @@ def residuals(
         if not has_force.any() or potential.forces_are_direct:
             continue
         errors = torch.where(has_force, outputs["forces"] - batch["forces"], 0.0)
-        for direction in _coordinates(batch, coordinates, generator):
+        for direction, rows in _slopes(potential, batch, _coordinates(batch, coordinates, generator)):
             present = (direction * has_force).sum(1) > 0
-            rows = _slopes(potential, batch, direction)[batch["frame"][present]]
-            parts.append((*parts[0][:3], rows, (errors * direction).sum(1)[present]))
+            parts.append((*parts[0][:3], rows[batch["frame"][present]], (errors * direction).sum(1)[present]))
     return Residuals(*(torch.cat([value.cpu() for value in values]) for values in zip(*parts)))
 
 
@@ -326,10 +329,31 @@ def _features(potential: Potential, batch: Batch) -> Tensor:
     return _frame_sums(last.features, batch)
 
 
-def _slopes(potential: Potential, batch: Batch, direction: Tensor) -> Tensor:
-    """(n_frames, n_weights): derivatives of the features of frames when atoms move along `direction` (n_atoms, 3)."""
-    with torch.no_grad():
-        return _frame_sums(potential.moved_last_layer(batch, direction)[1], batch)
+def _slopes(potential: Potential, batch: Batch, directions: Iterable[Tensor]) -> Iterator[tuple[Tensor, Tensor]]:
+    """Each direction (n_atoms, 3) and the derivatives (n_frames, n_weights) of the features of frames when atoms move along it.
+
+    Several directions are computed in one pass, over as many copies of the batch.
+    """
+    limit = EDGES_TOGETHER.get(batch["positions"].device.type, EDGES_TOGETHER["cpu"])
+    together = max(1, limit // max(batch["edge_index"].shape[1], batch["species"].shape[0]))
+    remaining = iter(directions)
+    while group := list(islice(remaining, together)):
+        yield from zip(group, _slopes_of_copies(potential, batch, group))
+
+
+def _slopes_of_copies(potential: Potential, batch: Batch, directions: list[Tensor]) -> list[Tensor]:
+    """The derivatives along each direction, in one pass; where memory runs out, in passes over half of them."""
+    n = len(directions)
+    try:
+        copies = repeated(batch, n) if n > 1 else batch
+        with torch.no_grad():
+            _, slopes = potential.moved_last_layer(copies, torch.cat(directions))
+            return list(_frame_sums(slopes, copies).chunk(n))
+    except Exception as error:
+        if not is_memory_error(error) or n == 1:
+            raise
+    first, second = directions[: n // 2], directions[n // 2 :]
+    return _slopes_of_copies(potential, batch, first) + _slopes_of_copies(potential, batch, second)
 
 
 def _frame_sums(values: Tensor, batch: Batch) -> Tensor:

@@ -2,6 +2,7 @@
 
 import subprocess
 import sys
+import tarfile
 from pathlib import Path
 
 import pytest
@@ -12,7 +13,7 @@ from forgefield.errors import ForgefieldError
 
 ROOT = Path(__file__).parents[2]
 PRESENT = [verb for verb, (module, _) in cli.VERBS.items() if (ROOT / "forgefield" / "cli" / f"{module}.py").exists()]
-HEAVY = ("torch", "lightning", "matplotlib", "hydra", "rich")
+HEAVY = ("torch", "lightning", "matplotlib", "scipy", "pandas", "hydra", "rich")
 
 
 def test_overview_has_one_line_per_verb_and_examples(capsys):
@@ -31,6 +32,30 @@ def test_every_verb_of_the_table_has_its_module():
 
 @pytest.mark.parametrize("words", [["--help"], ["--version"], *([verb, "--help"] for verb in PRESENT)], ids=" ".join)
 def test_help_imports_nothing_heavy(words):
+    assert output_without_heavy_imports(words)
+
+
+@pytest.fixture(scope="module")
+def stored_runs(tmp_path_factory):
+    """A folder of runs that an earlier version wrote."""
+    folder = tmp_path_factory.mktemp("stored")
+    with tarfile.open(ROOT / "tests" / "fixtures" / "edition_1.tar.gz") as archive:
+        archive.extractall(folder, filter="data")
+    return folder / "runs"
+
+
+@pytest.mark.parametrize("verb", ["runs", "compare", "completion"])
+def test_tables_and_completion_import_nothing_heavy(stored_runs, verb):
+    runs = sorted(str(path.parent) for path in stored_runs.glob("*/run.json"))[:2]
+    assert len(runs) == 2
+    shown = output_without_heavy_imports(
+        {"runs": ["runs", str(stored_runs)], "compare": ["compare", *runs], "completion": ["completion", "bash"]}[verb]
+    )
+    assert verb == "completion" or all(Path(run).name in shown for run in runs)
+
+
+def output_without_heavy_imports(words):
+    """What a command prints; it must not have imported a heavy package."""
     code = (
         "import sys\nfrom forgefield.cli import main\n"
         f"code = main({words!r})\n"
@@ -39,7 +64,7 @@ def test_help_imports_nothing_heavy(words):
     done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
     assert done.stderr.strip() == "[]"
-    assert done.stdout
+    return done.stdout
 
 
 def test_unknown_verbs_and_options_name_the_nearest(capsys):

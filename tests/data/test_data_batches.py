@@ -8,7 +8,7 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from forgefield.data.batch import batch_from_frames, to_device
+from forgefield.data.batch import batch_from_frames, repeated, to_device
 from forgefield.data.dataset import GraphDataset
 from forgefield.data.sampling.loader import FrameLoader
 from forgefield.data.sampling.order import epoch_permutation
@@ -69,6 +69,10 @@ def test_a_batch_is_its_frames_one_after_the_other(dataset):
         ("species", "frame", "n_atoms", "edge_index", "edge_reverse", "frame_id"), torch.int64
     ) | {"pbc": torch.bool}
     assert all(v.dtype == torch.float64 for v in batch.values() if v.is_floating_point())
+
+
+def test_a_repeated_batch_is_that_of_repeated_frames(dataset):
+    assert_same(repeated(dataset.batch([2, 0]), 3), dataset.batch([2, 0, 2, 0, 2, 0]))
 
 
 def test_a_missing_label_is_nan_and_never_zero(dataset):

@@ -7,7 +7,7 @@ import pytest
 import torch
 from matplotlib.figure import Figure
 
-from forgefield.report import figures
+from forgefield.report import canvas, figures
 from forgefield.report.analysis import (
     Predictions,
     errors,
@@ -95,6 +95,13 @@ def test_parity_writes_its_errors_in(predictions: Predictions) -> None:
     drawing = to_svg(figure, "parity", "Forces")
     assert f"MAE {significant(values.mae)} meV/Å" in drawing
     assert f"RMSE {significant(values.rmse)} meV/Å" in drawing
+
+
+def test_the_layout_is_that_of_matplotlib(predictions: Predictions, monkeypatch: pytest.MonkeyPatch) -> None:
+    values = pairs(predictions, "forces")
+    drawing = to_svg(figures.parity_figure(values), "parity", "Forces")
+    monkeypatch.setattr(canvas, "_arrange", lambda figure: None)
+    assert to_svg(figures.parity_figure(values), "parity", "Forces") == drawing
 
 
 def test_energies_far_from_zero_are_shown_about_their_mean(predictions: Predictions) -> None:

@@ -40,6 +40,8 @@ ALLEGRO = SHARED | {
     "radial_chemical_embed": {"_target_": "allegro.nn.TwoBodyBesselScalarEmbed", "num_bessels": 8},
     "per_type_energy_scales_trainable": True,
 }
+ZBL = {"_target_": "nequip.nn.pair_potential.ZBL", "units": "metal", "chemical_species": ["H", "O"]}
+SPLINES = {"_target_": "allegro.nn.TwoBodySplineScalarEmbed", "num_splines": 6, "spline_span": 4}
 
 
 def modified(model, **arguments):
@@ -54,7 +56,17 @@ MODELS = {
     "nequip_shifts": modified(NEQUIP, shifts_trainable=True),
     "nequip_new_shifts": modified(NEQUIP, shifts={"H": -12.0}),
     "nequip_norm": NEQUIP | {"convnet_nonlinearity_type": "norm"},
+    "nequip_pairs": NEQUIP
+    | {"l_max": 2, "num_layers": 3, "num_features": [3, 2, 2], "convnet_resnet": True, "pair_potential": ZBL}
+    | {"readout_mlp_hidden_layers_depth": 1, "per_edge_type_cutoff": {"H": 2.0}},
+    "nequip_single": NEQUIP
+    | {"model_dtype": "float32", "convnet_nonlinearity_type": "norm", "num_layers": 3, "bessel_trainable": True}
+    | {"pair_potential": ZBL, "num_features": 2},
     "allegro_scales_to_shifts": modified(ALLEGRO, shifts_trainable=True),
+    "allegro_splines": ALLEGRO
+    | {"num_scalar_features": 4, "num_tensor_features": 2, "num_layers": 3, "tp_path_channel_coupling": False}
+    | {"radial_chemical_embed": SPLINES, "weight_individual_irreps": False, "avg_num_neighbors": {"H": 3.0, "O": 4.0}}
+    | {"scalar_embed_mlp_nonlinearity": None, "scalar_embed_mlp_hidden_layers_depth": 2, "parity": False},
 }
 
 

@@ -7,7 +7,8 @@ import pytest
 import torch
 from ase import units as ase_units
 
-from forgefield.tasks.metrics import ErrorMetrics, unit_of
+from forgefield.tasks.metrics import ErrorMetrics
+from forgefield.tasks.units import unit_of
 from tests.support.task_batches import SPECIES, random_batch
 
 TARGETS = ("energy", "forces", "stress")

@@ -15,7 +15,15 @@ from forgefield.inference.uncertainty import (
 )
 from forgefield.models.edges import EdgeContext
 from forgefield.runs import Run
-from forgefield.trust.uncertainty import Curvature, Residuals, accumulate, calibrate, fit_uncertainty, residuals
+from forgefield.trust.uncertainty import (
+    EDGES_TOGETHER,
+    Curvature,
+    Residuals,
+    accumulate,
+    calibrate,
+    fit_uncertainty,
+    residuals,
+)
 from forgefield.weights import write_weights
 from tests.support.helpers import emt_frames, tiny_config
 from tests.support.linear_potential import linear_potential
@@ -119,6 +127,35 @@ def test_force_residuals_are_those_of_the_drawn_components() -> None:
             component = int(np.abs(forces + row).sum(1).argmin())
             np.testing.assert_allclose(-row, forces[component], atol=1e-10)
             assert error == pytest.approx(errors[component], abs=1e-10)
+
+
+def test_passes_over_many_directions_are_those_along_single_ones(monkeypatch) -> None:
+    potential, batch = linear_potential(), labelled(5, 1, 4)
+
+    def computed() -> list[torch.Tensor]:
+        curvature = accumulate(potential, [batch], 5, directions=6)
+        found = residuals(potential, [batch], 5, coordinates=None)
+        return [curvature.energies, curvature.forces, found.energy_features, found.force_features, found.forces]
+
+    sizes: list[int] = []
+    together = type(potential).moved_last_layer
+
+    def limited(self, part, direction):
+        """As on a device with memory for three copies of the batch."""
+        sizes.append(len(part["n_atoms"]) // 3)
+        if sizes[-1] > 3:
+            raise torch.OutOfMemoryError
+        return together(self, part, direction)
+
+    monkeypatch.setattr(type(potential), "moved_last_layer", limited)
+    in_parts = computed()
+    assert max(sizes) > 3
+    assert {1, 3} & set(sizes)
+    monkeypatch.setitem(EDGES_TOGETHER, "cpu", 1)
+    sizes.clear()
+    for one, other in zip(computed(), in_parts):
+        torch.testing.assert_close(one, other, rtol=1e-12, atol=1e-13)
+    assert set(sizes) == {1}
 
 
 def test_calibration_recovers_the_scale_of_normally_distributed_errors() -> None:

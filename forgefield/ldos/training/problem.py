@@ -18,7 +18,7 @@ from forgefield.ldos.descriptors import DescriptorOptions, require_fitting
 from forgefield.ldos.electronic.energy_grid import EnergyGrid
 from forgefield.ldos.loss import TERMS, UNITS, PointErrors, PointTask, metrics_from_loss
 from forgefield.ldos.model import LDOSNetwork, LinearScale, PointFacts, build_network, load_network, resolve
-from forgefield.ldos.observables import OBSERVABLE_UNITS
+from forgefield.ldos.observable_units import OBSERVABLE_UNITS
 from forgefield.ldos.options import ObservablesOptions, PointTargetOptions
 from forgefield.ldos.training.blocks import BlockLoader
 from forgefield.ldos.training.data import PointData, PointSplit

@@ -19,21 +19,21 @@ from forgefield.errors import ForgefieldError
 from forgefield.models.importing import ImportedModel
 from forgefield.models.nequip.importer import SHARED_OPTIONS, Architecture, FrameworkImporter, read_model
 
-_MLPS = ("scalar_embed", "allegro")
+MLPS = ("scalar_embed", "allegro")
 _SAME = (
     "num_scalar_features", "num_tensor_features", "radial_chemical_embed_dim", "tp_path_channel_coupling",
-    "weight_individual_irreps", "forward_normalize", *(f"{part}_mlp_nonlinearity" for part in _MLPS),
+    "weight_individual_irreps", "forward_normalize", *(f"{part}_mlp_nonlinearity" for part in MLPS),
 )  # fmt: skip
-_RENAMED = (
+OPTIONS = (
     SHARED_OPTIONS
     | {key: key for key in _SAME}
-    | {f"{part}_mlp_hidden_layers_{what}": f"{part}_mlp_{what}" for part in _MLPS for what in ("depth", "width")}
+    | {f"{part}_mlp_hidden_layers_{what}": f"{part}_mlp_{what}" for part in MLPS for what in ("depth", "width")}
 )
-_EMBEDDINGS = {
+EMBEDDINGS = {
     "TwoBodyBesselScalarEmbed": ("bessel", {"num_bessels", "bessel_trainable", "polynomial_cutoff_p"}),
     "TwoBodySplineScalarEmbed": ("spline", {"num_splines", "spline_span"}),
 }
-_FIXED = {
+FIXED = {
     "radial_chemical_embed.bessel_encode.bessel_weights": "bessel_frequencies",
     "radial_chemical_embed.type_embed.center_embed.weight": "centre_embedding",
     "radial_chemical_embed.type_embed.neighbor_embed.weight": "neighbour_embedding",
@@ -41,7 +41,7 @@ _FIXED = {
     "per_type_energy_scale_shift.scales": "energy_scales",
     "per_type_energy_scale_shift.shifts": "energy_shifts",
 }
-_PERCEPTRONS = {
+PERCEPTRONS = {
     "radial_chemical_embed.type_embed.basis_linear": "radial",
     "scalar_embed_mlp.mlp_module": "scalar_embed",
     "tensor_embed.env_embed_linear": "tensor_weights",
@@ -63,15 +63,15 @@ def read_allegro(
 
 def weight_name(name: str) -> str | None:
     """Forgefield's name of a weight of Allegro; None for an unknown one."""
-    if name in _FIXED:
-        return _FIXED[name]
+    if name in FIXED:
+        return FIXED[name]
     if match := re.fullmatch(r"allegro\.tps\.(\d+)\.weights", name):
         return f"couplings.{match[1]}.weight"
     for layers, step in ((r"\.mlp\.(\d+)\.weight", 2), (r"\.mlp\.weights\.(\d+)", 1)):
         if match := re.fullmatch(r"(.+)" + layers, name):
             number = int(match[2]) // step
             latent = re.fullmatch(r"allegro\.latents\.(\d+)", match[1])
-            perceptron = f"latents.{latent[1]}" if latent else _PERCEPTRONS.get(match[1])
+            perceptron = f"latents.{latent[1]}" if latent else PERCEPTRONS.get(match[1])
             return None if perceptron is None else f"{perceptron}.weights.{number}"
     return None
 
@@ -83,16 +83,24 @@ def arrange(name: str, value: Tensor, resolved: Mapping[str, Any]) -> Tensor:
     if re.fullmatch(r"couplings\.\d+\.weight", name):
         channels = resolved["num_tensor_features"] if resolved["tp_path_channel_coupling"] else 1
         return value.reshape(channels, -1).T
+    columns = weight_columns(name, resolved)
+    if columns is None:
+        return value
+    n_features, degrees = columns
+    features, weights = value[:, :n_features], value[:, n_features:]
+    by_degree = weights.unflatten(1, (-1, degrees)).transpose(1, 2).flatten(1) if weights.shape[1] else weights
+    return torch.cat([features, by_degree], 1)
+
+
+def weight_columns(name: str, resolved: Mapping[str, Any]) -> tuple[int, int] | None:
+    """Of a matrix that computes weights of tensors: columns of scalar features before them, and the number of degrees that
+    have separate weights; None for other matrices."""
     first = {"tensor_weights": 0, "first_projection": resolved["num_scalar_features"]}
     degrees = resolved["l_max"] + 1 if name.startswith("tensor") or resolved["weight_individual_irreps"] else 1
     part, _, number = name.rpartition(".weights.")
     if part.startswith("latents.") and int(number) == resolved["allegro_mlp_depth"]:
         first[part] = resolved["num_scalar_features"]
-    if part not in first:
-        return value
-    features, weights = value[:, : first[part]], value[:, first[part] :]
-    by_degree = weights.unflatten(1, (-1, degrees)).transpose(1, 2).flatten(1) if weights.shape[1] else weights
-    return torch.cat([features, by_degree], 1)
+    return (first[part], degrees) if part in first else None
 
 
 def _translate(path: Path, key: str, value: object) -> dict[str, Any] | None:
@@ -100,9 +108,9 @@ def _translate(path: Path, key: str, value: object) -> dict[str, Any] | None:
         return None
     settings = dict(value)
     target = str(settings.pop("_target_", "")).rsplit(".", 1)[-1]
-    if target not in _EMBEDDINGS:
-        raise ForgefieldError(f"{path}: radial_chemical_embed is {target}; supported are {' and '.join(_EMBEDDINGS)}.")
-    kind, names = _EMBEDDINGS[target]
+    if target not in EMBEDDINGS:
+        raise ForgefieldError(f"{path}: radial_chemical_embed is {target}; supported are {' and '.join(EMBEDDINGS)}.")
+    kind, names = EMBEDDINGS[target]
     for option in settings:
         if option not in names:
             raise ForgefieldError(f"{path}: radial_chemical_embed.{option} is not supported.")
@@ -115,7 +123,7 @@ ALLEGRO = Architecture(
     builders=("AllegroModel",),
     embedding=re.compile(r"radial_chemical_embed\.(type_embed\.center_embed|spline\.class_embed)\.weight"),
     derived=_DERIVED,
-    renamed=_RENAMED,
+    renamed=OPTIONS,
     refused_unless={},
     weight_name=weight_name,
     translate=_translate,

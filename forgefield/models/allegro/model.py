@@ -124,6 +124,9 @@ class Allegro(SpeciesTerms[AllegroOptions]):
             self.splines = nn.Parameter(splines)
         return width
 
+    def weight_dtype(self) -> torch.dtype:
+        return self.identity.dtype
+
     @classmethod
     def preset_options(cls, name: str, section: Mapping[str, Any]) -> dict[str, object]:
         return preset_options(name, section)

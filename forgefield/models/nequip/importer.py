@@ -290,7 +290,7 @@ def _read_options(kind: Architecture, path: Path, options: str | os.PathLike[str
     return apply_modifiers(path, model)
 
 
-_RENAMED = SHARED_OPTIONS | {
+OPTIONS = SHARED_OPTIONS | {
     "preset": "preset",
     "num_features": "num_features",
     "type_embed_num_features": "type_embed_num_features",
@@ -354,7 +354,7 @@ NEQUIP = Architecture(
     builders=("NequIPGNNModel", "PresetNequIPGNNModel"),
     embedding=re.compile(r"type_embed\.embed_module\.weight"),
     derived=_DERIVED,
-    renamed=_RENAMED,
+    renamed=OPTIONS,
     refused_unless={"learnable_shift": False, "categorical_graph_field_embed": None},
     weight_name=weight_name,
     translate=_translate,

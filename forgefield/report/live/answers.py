@@ -14,7 +14,7 @@ from forgefield.report.live.record import LiveRun
 from forgefield.report.live.tables import errors_table, runs_table, settings_table
 from forgefield.report.markup import shorten
 from forgefield.report.sections.diagnosis import NAMES
-from forgefield.tasks.metrics import unit_of
+from forgefield.tasks.units import unit_of
 from forgefield.training.run.owner import REQUESTS, read_owner, send_request
 
 POINTS = 800

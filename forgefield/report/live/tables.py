@@ -18,8 +18,7 @@ from forgefield.report.live.record import LiveRun
 from forgefield.report.markup import NOTHING, duration, short_count, shorten, significant, with_unit
 from forgefield.report.sections.headline import parameter_count
 from forgefield.results import html_table
-from forgefield.tasks.classes import CLASS_METRICS
-from forgefield.tasks.metrics import UNITS
+from forgefield.tasks.units import CLASS_METRICS, UNITS
 
 if TYPE_CHECKING:
     from pandas import DataFrame

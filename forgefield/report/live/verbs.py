@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import os
 from dataclasses import dataclass, replace
-from typing import Union
+from typing import TYPE_CHECKING, Union
 
 from forgefield.errors import ForgefieldError
 from forgefield.report.live.folder import RunsFolder, folder_of, opened
-from forgefield.report.live.server import LivePage
 from forgefield.report.live.tables import Table, errors_table, runs_table, settings_table
 from forgefield.runs import Run
+
+if TYPE_CHECKING:
+    from forgefield.report.live.server import LivePage
 
 RunSource = Union[str, "os.PathLike[str]", Run]
 
@@ -93,4 +95,6 @@ def watch(folder: str | os.PathLike[str] = "runs", *, port: int | None = None) -
     port
         Of the page; None for the first free one from 8642 on.
     """
+    from forgefield.report.live.server import LivePage
+
     return LivePage(folder, port=port)

@@ -21,8 +21,9 @@ from torch import Tensor
 from forgefield.config.nearest import did_you_mean
 from forgefield.errors import ForgefieldError
 from forgefield.files import write_atomically
-from forgefield.tasks.metrics import ErrorMetrics, unit_of
+from forgefield.tasks.metrics import ErrorMetrics
 from forgefield.tasks.task import Task
+from forgefield.tasks.units import unit_of
 from forgefield.training.callbacks.logs import append_text, complete_lines
 from forgefield.training.module import TrainingModule, training_module
 from forgefield.training.optim.schedules import current_learning_rate

@@ -23,7 +23,7 @@ from lightning.pytorch.utilities.types import STEP_OUTPUT
 
 from forgefield.errors import ForgefieldError
 from forgefield.files import write_atomically
-from forgefield.tasks.metrics import UNITS
+from forgefield.tasks.units import UNITS
 from forgefield.training.callbacks.monitor import epoch_is_complete
 from forgefield.training.module import training_module
 from forgefield.training.optim.schedules import current_learning_rate

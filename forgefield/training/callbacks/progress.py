@@ -23,7 +23,7 @@ from rich.progress_bar import ProgressBar as Bar
 from rich.table import Table
 from rich.text import Text
 
-from forgefield.tasks.metrics import UNITS
+from forgefield.tasks.units import UNITS
 from forgefield.text import can_redraw
 from forgefield.training.module import Throughput
 from forgefield.training.optim.schedules import current_learning_rate

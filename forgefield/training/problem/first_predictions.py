@@ -19,7 +19,8 @@ from forgefield.data.dataset import GraphDataset
 from forgefield.errors import ForgefieldError
 from forgefield.models.building import build_model
 from forgefield.models.potential import Potential
-from forgefield.models.resolving import HEADS, PREDICTS, branch_names
+from forgefield.models.resolved import HEADS, PREDICTS
+from forgefield.models.resolving import branch_names
 from forgefield.training.problem.model_options import batches_of_frames, evenly_spaced
 
 N_FRAMES = 8

@@ -23,9 +23,9 @@ from forgefield.parallel.accelerators import evaluation_device
 from forgefield.parallel.reductions import StepExchange
 from forgefield.runs import OmittedOptions, Run
 from forgefield.settings import Config
-from forgefield.tasks.metrics import UNITS
 from forgefield.tasks.options import TaskOptions, quantity
 from forgefield.tasks.task import Task
+from forgefield.tasks.units import UNITS
 from forgefield.training.engines.choose import EngineStarter, refuse_engine
 from forgefield.training.frames_executor import FramesExecutor
 from forgefield.training.module import TrainingModule

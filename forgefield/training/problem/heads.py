@@ -26,7 +26,7 @@ from forgefield.data.store.table import FrameTable
 from forgefield.errors import ForgefieldError
 from forgefield.models.heads.options import SHAPES
 from forgefield.models.interface import DirectOutput
-from forgefield.models.predictor import FORCES
+from forgefield.models.resolved import FORCES
 from forgefield.tasks.options import DENOISE, FieldTargetOptions, TargetOptions, TaskOptions, targets_of
 from forgefield.tasks.targets import require_labels
 

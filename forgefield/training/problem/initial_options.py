@@ -17,7 +17,8 @@ from forgefield.data.starter import MODEL
 from forgefield.errors import ForgefieldError
 from forgefield.models.interface import RegisteredModel
 from forgefield.models.registry import ARCHITECTURES, registered_class
-from forgefield.models.resolving import HEADS, MODULE_FOLDER, PREDICTS, check_model, hooks_of
+from forgefield.models.resolved import HEADS, MODULE_FOLDER, PREDICTS
+from forgefield.models.resolving import check_model, hooks_of
 
 STARTING = ("from", "which", "shifts")
 """Keys of the section that are not options of the model."""

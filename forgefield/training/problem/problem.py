@@ -17,7 +17,8 @@ from torch import nn
 from forgefield.config.trust import code_of_model
 from forgefield.errors import ForgefieldError
 from forgefield.kinds import FRAMES, POINTS
-from forgefield.models.resolving import MODULE_FOLDER, names_same_code, with_current_folder
+from forgefield.models.resolved import MODULE_FOLDER
+from forgefield.models.resolving import names_same_code, with_current_folder
 from forgefield.parallel.ranks import Ranks, single_process
 from forgefield.parallel.reductions import StepExchange
 from forgefield.runs import Run

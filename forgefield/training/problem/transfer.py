@@ -24,16 +24,8 @@ from forgefield.models.heads.options import CHOSEN, check_heads, complete_heads
 from forgefield.models.potential import Potential
 from forgefield.models.predictor import head_key
 from forgefield.models.registry import ARCHITECTURES
-from forgefield.models.resolving import (
-    DIRECT,
-    HEADS,
-    PREDICTS,
-    REFERENCES,
-    branch_names,
-    direct_outputs,
-    hooks_of,
-    resolve_model,
-)
+from forgefield.models.resolved import DIRECT, HEADS, PREDICTS, REFERENCES
+from forgefield.models.resolving import branch_names, direct_outputs, hooks_of, resolve_model
 from forgefield.settings import Config
 from forgefield.tasks.options import TaskOptions
 from forgefield.training.problem.heads import has_energy, head_specifications, output_units

@@ -24,8 +24,8 @@ from torch import nn
 from forgefield._version import __version__
 from forgefield.data.paths import title as set_title
 from forgefield.tasks.calibration import METRICS as CALIBRATION
-from forgefield.tasks.metrics import UNITS
 from forgefield.tasks.plausibility import ADVICE, implausible_errors
+from forgefield.tasks.units import UNITS
 
 Rows = list[tuple[str, str]]
 SIDE_BY_SIDE = 3

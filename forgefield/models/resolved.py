@@ -1,0 +1,15 @@
+"""Names in the resolved options of a model, as `run.json` stores them; can be imported without PyTorch."""
+
+MODULE_FOLDER = "module_folder"
+"""Option of a user-defined model: the folder of its module, if Python does not find it without help."""
+PREDICTS = "predicts"
+"""Option of a model with extra outputs: `energy`, whether it has one, and `heads`, the complete options of each head; with
+`own` (`DIRECT`), `heads` describes outputs of the model itself."""
+DIRECT = "own"
+HEADS = "heads"
+REFERENCES = "reference_energies"
+"""Option of a user-defined model without energy shifts: energy that is added for each species, eV."""
+FORCES = "forces"
+"""A head of this name predicts forces directly, instead of the derivative of the energy."""
+NOISE = "denoise"
+"""A head of this name predicts by how much atoms were displaced, for training only."""
