@@ -125,7 +125,7 @@ class AtomisticModel(nn.Module):
     only_edge_vectors: bool = False
     """Whether energies depend on positions and cells through the edge vectors alone. Forces and stress are then derivatives in
     the edge vectors, which is faster; otherwise in positions and strain."""
-    ghost_atoms: ClassVar[str | None] = None
+    ghost_atoms: str | None = None
     """How energies are computed where some neighbours are ghost atoms, owned by other processes of a simulation: `local` (the
     energy of an atom depends on positions and species of its neighbours alone), `exchange` (layers pass what they gather along
     edges through `EdgeContext.fill_ghosts`), or None (not supported). Needs `only_edge_vectors`."""

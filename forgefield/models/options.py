@@ -5,8 +5,8 @@ from __future__ import annotations
 import types
 import typing
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, fields
-from typing import TYPE_CHECKING, Any
+from dataclasses import dataclass, fields, is_dataclass
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from ase.data import atomic_numbers
 
@@ -56,12 +56,26 @@ def check_keys(
             raise ForgefieldError(f"{where}.{key} is {value!r}; it must be {_describe_type(hints[key])}.")
 
 
+SectionT = TypeVar("SectionT", bound="DataclassInstance")
+
+
+def options_of_section(options: type[SectionT], section: SectionT | Mapping[str, Any], *, where: str) -> SectionT:
+    """Options of a section within the options of a model, its keys checked; options are returned as they are."""
+    if isinstance(section, options):
+        return section
+    assert isinstance(section, Mapping)
+    check_keys(options, section, where=where, what=where.rpartition(".")[2])
+    return options(**section)
+
+
 def _matches(value: object, hint: object) -> bool:
     if isinstance(hint, types.UnionType) or typing.get_origin(hint) is typing.Union:
         return any(_matches(value, part) for part in typing.get_args(hint))
     origin, args = typing.get_origin(hint), typing.get_args(hint)
     if hint is Any:
         return True
+    if is_dataclass(hint):
+        return isinstance(value, (hint if isinstance(hint, type) else type(hint), Mapping))
     if hint is float:
         return isinstance(value, (int, float)) and not isinstance(value, bool)
     if hint is int:
@@ -86,6 +100,8 @@ def _describe_type(hint: object) -> str:
     names |= {list[int]: "a list of whole numbers", dict[str, float]: "a number for each name"}
     names |= {list[float]: "a list of numbers", list[bool]: "a list of true and false"}
     names |= {list[list[int]]: "a list of pairs of whole numbers"}
+    if is_dataclass(hint):
+        return "a section"
     others: dict[object, str] = {dict: "a mapping", list: "a list"}
     return names.get(hint) or others.get(typing.get_origin(hint)) or str(hint)
 

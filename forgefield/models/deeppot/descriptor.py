@@ -16,7 +16,7 @@ from __future__ import annotations
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
-from typing import Any, ClassVar, Generic, TypeVar
+from typing import Any, ClassVar, Generic, Protocol, TypeVar
 
 import torch
 from ase.data import atomic_numbers
@@ -25,6 +25,7 @@ from torch import Tensor, nn
 from forgefield.errors import ForgefieldError
 from forgefield.models.deeppot.options import DescriptorOptions
 from forgefield.models.edges import Batch, EdgeContext
+from forgefield.models.interface import Inputs
 from forgefield.ops.graph import Segments, gather, is_traced
 
 
@@ -88,12 +89,25 @@ class Standardise(torch.nn.Module):
 OptionsT = TypeVar("OptionsT", bound=DescriptorOptions)
 
 
+class DescriptorStatistics(Protocol):
+    """Statistics of the training data, collected batch by batch."""
+
+    def add(self, batch: Mapping[str, Tensor]) -> None:
+        """Take a batch with edges into account."""
+        ...
+
+    def result(self) -> dict[str, Any]:
+        """The statistics by name, as plain values: entries of `statistics["environment"]`."""
+        ...
+
+
 class Descriptor(nn.Module, ABC, Generic[OptionsT]):
     """Base of descriptors.
 
     dim_out: numbers per atom.
     dim_rotation: rows M of the rotation matrix, 0 if it has none.
     mixed_types: whether the descriptor distinguishes species itself, so that one fitting network is used for all of them.
+    ghost_atoms, inputs: see `AtomisticModel`.
     """
 
     Options: ClassVar[type[DescriptorOptions]]
@@ -102,6 +116,9 @@ class Descriptor(nn.Module, ABC, Generic[OptionsT]):
     dim_out: int
     dim_rotation: int = 0
     mixed_types: bool = False
+    ghost_atoms: ClassVar[str | None] = "local"
+    inputs: Inputs = {}
+    optional_inputs: tuple[str, ...] = ()
 
     def __init__(
         self,
@@ -123,6 +140,18 @@ class Descriptor(nn.Module, ABC, Generic[OptionsT]):
     ) -> OptionsT:
         """Options checked, with every number explicit. statistics: `statistics["environment"]` is the result of
         `environment_statistics`, if there is training data."""
+
+    @classmethod
+    @abstractmethod
+    def statistics(
+        cls,
+        options: OptionsT,
+        *,
+        species: tuple[str, ...],
+        cutoff: float,
+        pair_exclude_types: Sequence[Sequence[int]],
+    ) -> DescriptorStatistics:
+        """What `complete` needs to know about the training data. options: as in the config."""
 
     def may_wait_for(self, tensor: Tensor) -> bool:
         """Whether the host may read values: not in a trace or a capture, nor in training on a GPU, which must not wait."""

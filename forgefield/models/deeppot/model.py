@@ -53,7 +53,6 @@ class DeepPot(RegisteredModel[DeepPotOptions]):
     """Atomic energies from edge vectors, or the outputs of another fitting network. Built from resolved options."""
 
     only_edge_vectors = True
-    ghost_atoms = "local"
     Options = DeepPotOptions
     shift_option = "out_bias"
     fits_shifts_to_new_energies = True
@@ -84,6 +83,7 @@ class DeepPot(RegisteredModel[DeepPotOptions]):
         self.descriptor: Descriptor[Any] = descriptor_class(
             of_descriptor, species=self.species, cutoff=self.cutoff, dtype=dtype, generator=generator
         )
+        self.ghost_atoms = self.descriptor.ghost_atoms
         specific: dict[str, Any] = {"owners": owners(options.branches) if options.branches else (0,)}
         if issubclass(fitting_class, TensorFitting):
             specific = {"dim_rotation": self.descriptor.dim_rotation}
@@ -114,7 +114,9 @@ class DeepPot(RegisteredModel[DeepPotOptions]):
 
         sizes = {name: parameter.size for name, parameter in of_fitting.parameters.items()}
         self.inputs = {name: ("frame" if name == "fparam" else "atom", n) for name, n in sizes.items() if n}
+        self.inputs |= self.descriptor.inputs
         self.optional_inputs = ("fparam",) if of_fitting.default_fparam is not None else ()
+        self.optional_inputs += self.descriptor.optional_inputs
         self.branches = tuple(sorted(options.branches or ()))
         self.feature_dim = self.descriptor.dim_out + len(self.species)
 

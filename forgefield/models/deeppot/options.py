@@ -29,10 +29,28 @@ PRECISIONS = ("default", "float32", "float64")
 class DescriptorOptions:
     """Options that all descriptors have."""
 
+    type: str = ""
+    exclude_types: list[list[int]] = field(default_factory=list)
+    """Pairs of species, by index, that do not see each other."""
+    activation_function: str = "tanh"
+    """Of its networks: tanh, relu, softplus, sigmoid, gelu, gelu_tf, relu6, silu, linear, none or silut:T."""
+    trainable: bool = True
+    """Train its networks."""
+    seed: int | None = None
+    """Of its initial weights; default: the seed of the run."""
+    precision: str = option("default", choices=PRECISIONS)
+    """float32 or float64; default: that of the training."""
+    env_protection: float = option(0.0, at_least=0, unit="A")
+    """Added to distances before dividing by them, A."""
+
+
+@dataclass
+class EmbeddingOptions(DescriptorOptions):
+    """Options of descriptors with an embedding network that reads rows of the environment."""
+
     takes_total: ClassVar[bool] = False
     """Whether `sel` may be one number for all species."""
 
-    type: str = ""
     sel: int | list[int] | str | None = None
     """Neighbours of each species for which DeePMD-kit reserves slots; empty slots contribute to the result as they do there.
     Left out or `auto`: no slots are needed, sums are over the actual neighbours. Descriptors with attention use the sum of a
@@ -45,20 +63,8 @@ class DescriptorOptions:
     """Residual layers with trained step sizes."""
     type_one_side: bool = False
     """An embedding network for each species of the neighbour, not for each pair of species."""
-    exclude_types: list[list[int]] = field(default_factory=list)
-    """Pairs of species, by index, that do not see each other."""
     set_davg_zero: bool = False
     """Divide by deviations without subtracting means."""
-    activation_function: str = "tanh"
-    """Of the embedding network: tanh, relu, softplus, sigmoid, gelu, gelu_tf, relu6, silu, linear, none or silut:T."""
-    trainable: bool = True
-    """Train the embedding network."""
-    seed: int | None = None
-    """Of its initial weights; default: the seed of the run."""
-    precision: str = option("default", choices=PRECISIONS)
-    """float32 or float64; default: that of the training."""
-    env_protection: float = option(0.0, at_least=0, unit="A")
-    """Added to distances before dividing by them, A."""
     davg: list[list[float]] | None = None
     """Mean of the rows, by species of the centre, 1/A. From the training data."""
     dstd: list[list[float]] | None = None
@@ -76,7 +82,7 @@ class DescriptorOptions:
 
 
 @dataclass
-class AngularOptions(DescriptorOptions):
+class AngularOptions(EmbeddingOptions):
     """Options of descriptors from distances and angles."""
 
     axis_neuron: int = option(4, at_least=1)
@@ -84,7 +90,7 @@ class AngularOptions(DescriptorOptions):
 
 
 @dataclass
-class SeE2ROptions(DescriptorOptions):
+class SeE2ROptions(EmbeddingOptions):
     """Descriptor from distances only."""
 
     type: str = "se_e2_r"
@@ -188,7 +194,7 @@ class DeepPotOptions:
     branch has its own fitting network, unless `share` names the branch whose network it uses, and its own `out_bias`."""
 
 
-def check_network(where: str, options: DescriptorOptions | FittingOptions, *, allow_none: bool = False) -> None:
+def check_network(where: str, options: EmbeddingOptions | FittingOptions, *, allow_none: bool = False) -> None:
     """Raise for options of a network that are wrong. allow_none: whether it may have no hidden layers."""
     check_values(options, where)
     check_activation(f"{where}.activation_function", options.activation_function)
@@ -196,7 +202,7 @@ def check_network(where: str, options: DescriptorOptions | FittingOptions, *, al
         raise ForgefieldError(f"{where}.neuron is {options.neuron}; it needs at least one width, each at least 1.")
 
 
-def check_descriptor(options: DescriptorOptions, species: Sequence[str], cutoff: float) -> None:
+def check_descriptor(options: EmbeddingOptions, species: Sequence[str], cutoff: float) -> None:
     """Raise for descriptor options that are wrong."""
     where = "model.descriptor"
     check_network(where, options)

@@ -36,6 +36,7 @@ from forgefield.models.deeppot.descriptor import (
 )
 from forgefield.models.deeppot.networks import Groups, Networks
 from forgefield.models.deeppot.options import AngularOptions, excluded_kinds
+from forgefield.models.deeppot.row_statistics import RowStatistics, embedding_statistics
 from forgefield.models.deeppot.se_e2 import DTYPES, SeE2A, complete_rows
 from forgefield.models.edges import Batch, EdgeContext
 from forgefield.models.options import check_values
@@ -241,6 +242,19 @@ class SeAtten(Descriptor[SeAttenOptions | SeAttenV2Options]):
             trainable_norm=options.trainable_ln,
             norm_eps=1e-5 if options.ln_eps is None else options.ln_eps,
             **make,
+        )
+
+    @classmethod
+    def statistics(
+        cls,
+        options: SeAttenOptions | SeAttenV2Options,
+        *,
+        species: tuple[str, ...],
+        cutoff: float,
+        pair_exclude_types: Sequence[Sequence[int]],
+    ) -> RowStatistics:
+        return embedding_statistics(
+            options, species=species, cutoff=cutoff, pair_exclude_types=pair_exclude_types, columns=SeE2A.columns
         )
 
     @classmethod

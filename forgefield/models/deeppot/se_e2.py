@@ -13,25 +13,28 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
 
 from forgefield.errors import ForgefieldError
-from forgefield.models.deeppot.descriptor import Descriptor, OptionsT, Standardise, environment_rows, radial_rows
+from forgefield.models.deeppot.descriptor import Descriptor, Standardise, environment_rows, radial_rows
 from forgefield.models.deeppot.moments import expand, sum_by_moments
 from forgefield.models.deeppot.networks import EDGE_BLOCK, Groups, Networks, group_rows
 from forgefield.models.deeppot.options import (
-    DescriptorOptions,
+    EmbeddingOptions,
     SeE2AOptions,
     SeE2ROptions,
     check_descriptor,
     excluded_kinds,
 )
+from forgefield.models.deeppot.row_statistics import RowStatistics, embedding_statistics
 from forgefield.models.edges import Batch, EdgeContext
 from forgefield.ops import products
 from forgefield.ops.graph import EdgeGraph, GradientSwitch, Segments, is_traced, segment_sum
+
+OptionsT = TypeVar("OptionsT", bound=EmbeddingOptions)
 
 
 def neighbour_sum(
@@ -75,7 +78,7 @@ def direct_neighbour_sum(scalars: Tensor, rows: Tensor, kinds: Tensor, networks:
     return segment_sum(rows.unsqueeze(2) * embedded.unsqueeze(1), graph.by_destination)
 
 
-def _norm(options: DescriptorOptions) -> float:
+def _norm(options: EmbeddingOptions) -> float:
     assert options.neighbour_norm is not None
     return options.neighbour_norm
 
@@ -123,6 +126,19 @@ class TwoBodyDescriptor(Descriptor[OptionsT]):
         self.excludes = bool(options.exclude_types)
         seen = torch.tensor(excluded_kinds(options.exclude_types, n), dtype=torch.float64)
         self.register_buffer("seen", seen, persistent=False)
+
+    @classmethod
+    def statistics(
+        cls,
+        options: OptionsT,
+        *,
+        species: tuple[str, ...],
+        cutoff: float,
+        pair_exclude_types: Sequence[Sequence[int]],
+    ) -> RowStatistics:
+        return embedding_statistics(
+            options, species=species, cutoff=cutoff, pair_exclude_types=pair_exclude_types, columns=cls.columns
+        )
 
     @classmethod
     def complete(

@@ -18,22 +18,19 @@ import torch
 from torch import Tensor
 
 from forgefield.errors import ForgefieldError
-from forgefield.models.deeppot.descriptor import environment_rows
 from forgefield.models.deeppot.options import (
     DeepPotOptions,
-    DescriptorOptions,
     EnergyFittingOptions,
     FittingOptions,
     PolarOptions,
     PropertyOptions,
     descriptor_part,
-    excluded_kinds,
     fitting_part,
     rcond_of,
     unseen_species,
 )
+from forgefield.models.deeppot.row_statistics import Moments
 from forgefield.models.deeppot.tensor_fitting import TensorFitting
-from forgefield.models.edges import edge_vectors
 
 ROUNDING = 1e-12
 """A deviation below this fraction of the largest value counts as zero."""
@@ -128,34 +125,6 @@ class OutputFit:
         return deviation
 
 
-LEAST_DEVIATION = 1e-2
-"""Deviations are at least this; DeePMD-kit calls it the protection."""
-UNSEEN_DEVIATION = 1e-1
-"""Deviation for species that are not in the data."""
-
-
-class Moments:
-    """Sums for mean and deviation of several columns."""
-
-    def __init__(self, columns: int) -> None:
-        self.number, self.sum, self.squares = (np.zeros(columns) for _ in range(3))
-
-    def add(self, number: np.ndarray | float, values: np.ndarray | float, squares: np.ndarray | float) -> None:
-        self.number += number
-        self.sum += values
-        self.squares += squares
-
-    @property
-    def mean(self) -> np.ndarray:
-        return self.sum / np.maximum(self.number, 1)
-
-    @property
-    def deviation(self) -> np.ndarray:
-        number = np.maximum(self.number, 1)
-        deviation = np.sqrt(np.clip(self.squares / number - (self.sum / number) ** 2, 0, None))
-        return np.where(self.number > 0, np.maximum(deviation, LEAST_DEVIATION), UNSEEN_DEVIATION)
-
-
 def environment_statistics(
     model: Mapping[str, Any], batches: Iterable[Mapping[str, Tensor]], *, species: Sequence[str], cutoff: float
 ) -> dict[str, Any]:
@@ -165,9 +134,11 @@ def environment_statistics(
     reads it from the key `environment` of its statistics.
     """
     options = DeepPotOptions(**{key: value for key, value in model.items() if key != "name"})
-    _, descriptor = descriptor_part(options.descriptor)
+    descriptor_class, descriptor = descriptor_part(options.descriptor)
     fitting_class, fitting = fitting_part(options.fitting_net)
-    rows = RowStatistics(options, descriptor, len(species), cutoff)
+    rows = descriptor_class.statistics(
+        descriptor, species=tuple(species), cutoff=cutoff, pair_exclude_types=options.pair_exclude_types
+    )
     names = sorted(options.branches)
     outputs = _output_statistics(fitting_class, fitting, options, len(species))
     of_branches = {name: EnergyFit(len(species), fitting, index) for index, name in enumerate(names)}
@@ -192,57 +163,6 @@ def _output_statistics(
     if not issubclass(fitting_class, TensorFitting):
         return EnergyFit(n_species, fitting)
     return OutputFit(fitting_class, fitting, n_species, unseen_species(options.atom_exclude_types, fitting, n_species))
-
-
-class RowStatistics:
-    """Mean and deviation of the rows around atoms of each species."""
-
-    def __init__(self, options: DeepPotOptions, descriptor: DescriptorOptions, n_species: int, cutoff: float) -> None:
-        self.options, self.cutoff, self.n = descriptor, cutoff, n_species
-        sel = descriptor.sel
-        self.slots = sum(sel) if isinstance(sel, list) else sel if isinstance(sel, int) else None
-        self.columns = 1 if descriptor.type == "se_e2_r" else 4
-        self.radial, self.angular = Moments(n_species), Moments(n_species)
-        self.present = present = torch.tensor(
-            excluded_kinds(options.pair_exclude_types, n_species), dtype=torch.float64
-        )
-        self.seen = present * torch.tensor(excluded_kinds(descriptor.exclude_types, n_species), dtype=torch.float64)
-        self.most, self.atoms, self.neighbours = np.zeros(n_species, dtype=int), 0, 0.0
-
-    def add(self, batch: Mapping[str, Tensor]) -> None:
-        species, (source, centre) = batch["species"], batch["edge_index"]
-        kinds = species[centre] * self.n + species[source]
-        seen, present = self.seen[kinds], self.present[kinds]
-        start, protection = self.options.rcut_smth, self.options.env_protection
-        rows = environment_rows(edge_vectors(dict(batch)), start, self.cutoff, protection) * seen.unsqueeze(1)
-        of_centre = species[centre]
-        atoms = torch.bincount(species, minlength=self.n).double()
-        number = atoms * self.slots if self.slots is not None else self._by_centre(seen, of_centre)
-        self.radial.add(number.numpy(), *self._sums(rows[:, 0], of_centre))
-        sums, squares = zip(*(self._sums(rows[:, axis], of_centre) for axis in (1, 2, 3)))
-        self.angular.add(3 * number.numpy(), sum(sums), sum(squares))
-        counts = torch.zeros(len(species) * self.n, dtype=torch.float64)
-        counts.index_add_(0, centre * self.n + species[source], present)
-        self.most = np.maximum(self.most, counts.view(-1, self.n).amax(0).int().numpy())
-        self.atoms += len(species)
-        self.neighbours += float(seen.sum())
-
-    def _by_centre(self, values: Tensor, centre: Tensor) -> Tensor:
-        return torch.zeros(self.n, dtype=torch.float64).index_add_(0, centre, values)
-
-    def _sums(self, values: Tensor, centre: Tensor) -> tuple[np.ndarray, np.ndarray]:
-        return self._by_centre(values, centre).numpy(), self._by_centre(values.square(), centre).numpy()
-
-    def result(self) -> dict[str, Any]:
-        if not self.atoms:
-            raise ForgefieldError("the statistics of the descriptor need training data, and there is none.")
-        means, radial, angular = self.radial.mean, self.radial.deviation, self.angular.deviation
-        return {
-            "davg": [[float(mean), 0.0, 0.0, 0.0][: self.columns] for mean in means],
-            "dstd": [[float(r), *[float(a)] * 3][: self.columns] for r, a in zip(radial, angular)],
-            "mean_neighbours": self.neighbours / self.atoms,
-            "max_neighbours": [int(number) for number in self.most],
-        }
 
 
 class EnergyFit:
