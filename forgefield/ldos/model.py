@@ -151,7 +151,7 @@ class LDOSNetwork(nn.Module):
         buffers = dict(self.named_buffers())
         nn.Module._apply(self, fn, recurse)
         for name, before in buffers.items():
-            moved = getattr(self, name)
+            moved = self.get_buffer(name)
             if moved.dtype != torch.float64:
                 setattr(self, name, before.to(moved.device))
         return self

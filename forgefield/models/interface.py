@@ -78,6 +78,8 @@ class ExtraOutput(Protocol):
     scale: typical deviation from what composition or species predict, one number or one for each component; losses are
         measured in units of it.
     classes: labels of the classes of a classifier, whose outputs are logits; None for a regression.
+    per_atom_errors: whether errors of frames are also measured per atom.
+    uncounted: indices of the species whose atoms have no value: errors per atom are divided by the number of the other atoms.
     """
 
     per: str
@@ -89,6 +91,12 @@ class ExtraOutput(Protocol):
 
     @property
     def scale(self) -> float | list[float]: ...
+
+    @property
+    def per_atom_errors(self) -> bool: ...
+
+    @property
+    def uncounted(self) -> Sequence[int]: ...
 
 
 @dataclass
@@ -107,9 +115,7 @@ class DirectOutput:
     always: bool = True
     """Whether it is an output also where it is not trained."""
     per_atom_errors: bool = False
-    """Whether errors of frames are also measured per atom."""
     uncounted: list[int] = field(default_factory=list)
-    """Indices of the species whose atoms have no value: errors per atom are divided by the number of the other atoms."""
 
 
 class AtomisticModel(nn.Module):

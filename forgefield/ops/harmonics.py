@@ -83,7 +83,7 @@ class SphericalHarmonics(nn.Module):
         super()._apply(fn, recurse)
         for degree in range(1, self.l_max):
             name = f"raise_{degree}"
-            setattr(self, name, _raising_matrix(degree).to(getattr(self, name).device))
+            setattr(self, name, _raising_matrix(degree).to(self.get_buffer(name).device))
         return self
 
     def forward(self, unit_vectors: Tensor) -> Tensor:
@@ -92,7 +92,7 @@ class SphericalHarmonics(nn.Module):
             harmonics.append(unit_vectors * 3**0.5)
         for degree in range(1, self.l_max):
             product = harmonics[-1].unsqueeze(2) * unit_vectors.unsqueeze(1)
-            harmonics.append(product.flatten(1) @ getattr(self, f"raise_{degree}"))
+            harmonics.append(product.flatten(1) @ self.get_buffer(f"raise_{degree}"))
         return join(harmonics, 1)
 
 

@@ -184,8 +184,8 @@ def _field_target(
         unit=output.unit,
         reduce=output.reduce if output.per == "frame" else None,
         classes=None if output.classes is None else tuple(output.classes),
-        per_atom_errors=getattr(output, "per_atom_errors", False),
-        uncounted=tuple(getattr(output, "uncounted", ())),
+        per_atom_errors=output.per_atom_errors,
+        uncounted=tuple(output.uncounted),
         kind=output.kind,
     )
 

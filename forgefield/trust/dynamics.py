@@ -21,6 +21,7 @@ from ase.md.md import MolecularDynamics
 from ase.md.verlet import VelocityVerlet
 
 from forgefield.errors import ForgefieldError
+from forgefield.inference.ase import Calculator
 from forgefield.trust.options import DynamicsOptions
 
 LOWEST_LIMIT = 5000.0
@@ -153,9 +154,9 @@ def resolve_options(options: DynamicsOptions, atoms: Atoms) -> DynamicsOptions:
 
 def forget_structures(calculator: AseCalculator) -> None:
     """Make the results of a calculator independent of the structures it has seen, whose neighbour lists it may reuse."""
-    if hasattr(calculator, "forget_structures"):
+    if isinstance(calculator, Calculator):
         calculator.forget_structures()
-    elif hasattr(calculator, "reset"):
+    elif isinstance(calculator, AseCalculator):
         calculator.reset()
 
 

@@ -169,7 +169,7 @@ def run_evaluation(
     suite = suite or ("crystal" if all(atoms.pbc.all() for atoms in starts) else "molecule")
     evaluations = _chosen(suite, only)
     _require_kind(suite, starts)
-    require_species(calculator, starts, named)
+    require_species(calculator.species, starts, named)
     compared = Reference(reference, run.data_options(), device=device, trust_code=run.trust_code)
     if not compared.frames and _LABELS.name not in only:
         evaluations = [evaluation for evaluation in evaluations if evaluation is not _LABELS]

@@ -20,6 +20,7 @@ from forgefield.data.labels.label_reader import PREDICTED_BY, LabelReader
 from forgefield.data.options import DataOptions, UnitOptions
 from forgefield.data.readers import frames_with_values, source_files
 from forgefield.data.reading import label_settings, unit_settings
+from forgefield.data.species import SpeciesTable
 from forgefield.errors import ForgefieldError
 from forgefield.inference.xyz_files import append_extxyz, constraints_of
 
@@ -101,13 +102,10 @@ def labelled_atoms(frame: Frame, raw: RawFrame | None) -> Atoms:
     return atoms
 
 
-def require_species(calculator: Any, structures: Sequence[Atoms], source: object) -> None:
+def require_species(species: SpeciesTable, structures: Sequence[Atoms], source: object) -> None:
     """Refuse structures with elements that the model does not have, before anything is computed."""
-    table = getattr(calculator, "species", None)
-    if table is None:
-        return
     for index, atoms in enumerate(structures):
-        table.index(
+        species.index(
             atoms.numbers, where=f"{source}, frame {index}" if not isinstance(source, list) else f"structure {index}"
         )
 

@@ -52,7 +52,7 @@ def run_md(
     _refuse_without_effect(options, dynamics)
     starts = read_structures(structures)
     calculator = open_calculator(run, which=which, device=device, head=head)
-    require_species(calculator, starts, structures)
+    require_species(calculator.species, starts, structures)
     for index, atoms in enumerate(starts):
         _check_start(atoms, dynamics, index)
     identity = model_identity(run, which, head)
@@ -80,12 +80,12 @@ def run_relax(
         if relax.cell and (not any(atoms.pbc) or atoms.cell.volume == 0):
             raise ForgefieldError(f"frame {index}: it has no periodic cell, so --cell cannot relax it.")
     calculator = open_calculator(run, which=which, device=device, head=head)
-    require_species(calculator, starts, structures)
+    require_species(calculator.species, starts, structures)
     identity = model_identity(run, which, head)
     return relax_structures(starts, calculator, Path(out), relax, identity=identity, overwrite=overwrite, notify=notify)
 
 
-def open_calculator(run: Run, *, which: str = "best", device: str = "cpu", head: str | None = None) -> Any:
+def open_calculator(run: Run, *, which: str = "best", device: str = "cpu", head: str | None = None) -> Calculator:
     """The calculator of a run that predicts energies and forces."""
     arguments: dict[str, Any] = {"head": head} if head is not None else {}
     calculator = Calculator(run, which=which, device=device, **arguments)

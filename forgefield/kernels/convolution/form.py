@@ -83,7 +83,7 @@ class Kind:
     @property
     def name(self) -> str:
         """Name of the kernel."""
-        words = [word for word in self.__dataclass_fields__ if getattr(self, word) is True]
+        words = [word for word, is_set in vars(self).items() if is_set is True]
         words += [f"shares{self.shares}"] if self.shares > 1 else []
         return "_".join(["convolution", *words])
 

@@ -71,7 +71,9 @@ class _Form:
 
     def reference_second(self, *inputs: Tensor) -> tuple[Tensor, ...]:
         reference = ReferenceEdges(self.edges.index, self.edges.count, inputs[-1].shape[1], self.shared)
-        return getattr(reference, f"{self.name}_double_backward")(*inputs)
+        if self.name == "project":
+            return reference.project_double_backward(*inputs)
+        return reference.environment_double_backward(*inputs)
 
 
 class _Values(torch.autograd.Function):

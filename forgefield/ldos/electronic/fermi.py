@@ -46,17 +46,20 @@ def occupation_weights(grid: EnergyGrid, fermi: float | Tensor, temperature: flo
 
 def electron_number(dos: Tensor, grid: EnergyGrid, temperature: float | Tensor, fermi: float | Tensor) -> Tensor:
     """Electrons (...) of `dos` (..., levels), 1/eV, at the Fermi energy `fermi` (...), eV."""
-    return _integrate(dos, grid, temperature, fermi, "number")
+    dos, weights = _with_weights(dos, grid, temperature, fermi)
+    return (dos * weights.number).sum(-1)
 
 
 def band_energy(dos: Tensor, grid: EnergyGrid, temperature: float | Tensor, fermi: float | Tensor) -> Tensor:
     """Sum of the energies of occupied states (...), eV."""
-    return _integrate(dos, grid, temperature, fermi, "band_energy")
+    dos, weights = _with_weights(dos, grid, temperature, fermi)
+    return (dos * weights.band_energy).sum(-1)
 
 
 def entropy_energy(dos: Tensor, grid: EnergyGrid, temperature: float | Tensor, fermi: float | Tensor) -> Tensor:
     """-TS of the occupations (...), eV; never above zero for a density of states that is not below it."""
-    return _integrate(dos, grid, temperature, fermi, "entropy")
+    dos, weights = _with_weights(dos, grid, temperature, fermi)
+    return (dos * weights.entropy).sum(-1)
 
 
 def fermi_energy(
@@ -104,12 +107,11 @@ def _zeros(rows: Tensor) -> Tensor:
     return torch.zeros(rows.shape[1], dtype=torch.float64, device=rows.device)
 
 
-def _integrate(
-    dos: Tensor, grid: EnergyGrid, temperature: float | Tensor, fermi: float | Tensor, quantity: str
-) -> Tensor:
+def _with_weights(
+    dos: Tensor, grid: EnergyGrid, temperature: float | Tensor, fermi: float | Tensor
+) -> tuple[Tensor, OccupationWeights]:
     dos = _as_dos(dos, grid)
-    weights = occupation_weights(grid, _on_device(fermi, dos), temperature)
-    return (dos * getattr(weights, quantity)).sum(-1)
+    return dos, occupation_weights(grid, _on_device(fermi, dos), temperature)
 
 
 # The weights -------------------------------------------------------------------------------------------------------

@@ -57,6 +57,16 @@ class HeadOptions:
         """Of the output for one frame or atom."""
         return self.shape if self.classes is None else [len(self.classes)]
 
+    @property
+    def per_atom_errors(self) -> bool:
+        """Whether errors of frames are also measured per atom."""
+        return False
+
+    @property
+    def uncounted(self) -> tuple[int, ...]:
+        """Indices of the species whose atoms have no value."""
+        return ()
+
 
 def check_heads(section: object) -> dict[str, dict[str, object]]:
     """The section `model.heads` as plain dicts; raises for anything that is wrong in it."""

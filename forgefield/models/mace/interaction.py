@@ -314,7 +314,7 @@ class Product(nn.Module):
     def table(self) -> Tensor:
         """(n_species or 1, plan.n_weights, channels): weights of the independent polynomials."""
         parts = [
-            weight if name is None else torch.matmul(getattr(self, name).to(weight.dtype), weight)
+            weight if name is None else torch.matmul(self.get_buffer(name).to(weight.dtype), weight)
             for weight, name in zip(self.weights, self.maps)
         ]
         return join(parts, 1)

@@ -82,10 +82,10 @@ class RadialBasis(nn.Module):
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> RadialBasis:
         """Moves between devices but stays float64, as all geometry does."""
-        before = {name: getattr(self, name) for name in ("constants", "transform")}
+        before = dict(self.named_buffers(recurse=False))
         super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
         for name, value in before.items():
-            setattr(self, name, value.to(getattr(self, name).device))
+            setattr(self, name, value.to(self.get_buffer(name).device))
         return self
 
 

@@ -58,7 +58,7 @@ def check_exportable(
 def shared_settings(model: SpeciesTerms[Any], target: str, names: Mapping[str, str]) -> dict[str, Any]:
     """Arguments of the builder `target`. names: of its arguments, and of Forgefield's options that they are."""
     assert isinstance(model.options, TermOptions)
-    values = asdict(model.options)
+    values, weights = asdict(model.options), model.state_dict()
     settings: dict[str, Any] = {
         "_target_": target,
         "seed": 0,
@@ -68,7 +68,7 @@ def shared_settings(model: SpeciesTerms[Any], target: str, names: Mapping[str, s
         **{theirs: values[ours] for theirs, ours in names.items() if ours in values},
     }
     for term in ("scales", "shifts"):  # as they are now, not as they were before the training
-        current = getattr(model, f"energy_{term}").detach().tolist()
+        current = weights[f"energy_{term}"].tolist()
         settings[f"per_type_energy_{term}"] = dict(zip(model.species, current))
     zbl = model.options.zbl
     if zbl:

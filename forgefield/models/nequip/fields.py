@@ -40,6 +40,11 @@ class LayerShape:
     self_pairs: tuple[tuple[int, int], ...]
     resnet: bool
 
+    def of_field(self, name: str) -> Shape:
+        """Shape of the field with this name; cotangents (`to_x`) have that of their field."""
+        shapes = {"x": self.x, "z": self.z, "a": self.a, "h": self.h}
+        return shapes[name.removeprefix("to_")]
+
 
 class LayerProducts(NamedTuple):
     """The products of a layer; the first layer has no input features."""
@@ -201,12 +206,10 @@ class Layout:
                 yield Gradient(components, rows, width, h, to_a, start, pitch, n_kinds, width)
 
     def _components(self, number: int, name: str, block: int) -> int:
-        shape: Shape = getattr(self.shapes[number], name.removeprefix("to_"))
-        return shape.blocks[block][0]
+        return self.shapes[number].of_field(name).blocks[block][0]
 
     def _at(self, number: int, name: str, block: int) -> int:
-        shape: Shape = getattr(self.shapes[number], name.removeprefix("to_"))
-        return self.starts[number][name] + shape.starts[block]
+        return self.starts[number][name] + self.shapes[number].of_field(name).starts[block]
 
 
 Starts = tuple[list[dict[str, int]], int]
@@ -223,7 +226,7 @@ def _separate_starts(shapes: Sequence[LayerShape], first: int) -> Starts:
             if name == "h" and number == len(shapes) - 1:
                 continue
             starts[-1][name] = dim
-            dim += _round_up(getattr(shape, name.removeprefix("to_")).dim)
+            dim += _round_up(shape.of_field(name).dim)
     return starts, dim
 
 

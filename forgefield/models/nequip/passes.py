@@ -53,7 +53,7 @@ class Atoms:
 
     def field(self, number: int, name: str) -> Field:
         """A field of a layer."""
-        shape = getattr(self.layout.shapes[number], name.removeprefix("to_"))
+        shape = self.layout.shapes[number].of_field(name)
         if name not in self.layout.starts[number]:
             return new_field(shape, self.count, self.arena)
         begin = 2 * self.count * self.layout.starts[number][name]

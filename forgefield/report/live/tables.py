@@ -116,11 +116,7 @@ class Table:
 
     def lines(self) -> list[str]:
         """The table as text: lines of headings, a rule, then the rows."""
-        headings = [
-            line
-            for part in ("title", "detail", "unit")
-            if any(line := [str(getattr(column, part)) for column in self.columns])
-        ]
+        headings = [list(line) for line in zip(*((c.title, c.detail, c.unit) for c in self.columns)) if any(line)]
         rows = [*headings, *([cell.text for cell in row] for row in self.rows)]
         widths = [max(len(row[i]) for row in rows) for i in range(len(self.columns))]
         lines = [
