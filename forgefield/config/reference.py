@@ -27,15 +27,18 @@ Every option with its type, default, allowed values, unit and meaning. `forgefie
 same in a terminal. Options of models are in [Options of models](model-options.md); `trainer` takes any argument of
 `lightning.Trainer`. How configs are written and overridden: [Write and change a config](../guides/configure.md).
 """
-_NAMES: dict[object, str] = {
-    int: "integer",
-    float: "number",
-    str: "text",
-    bool: "true or false",
-    Path: "path",
-    os.PathLike: "path",
-    Any: "any value",
+_NAMES: dict[object, tuple[str, str]] = {
+    int: ("integer", "integers"),
+    float: ("number", "numbers"),
+    str: ("text", "text"),
+    bool: ("true or false", "booleans"),
+    Path: ("path", "paths"),
+    os.PathLike: ("path", "paths"),
+    Any: ("any value", "values"),
+    list: ("list", "lists"),
+    dict: ("mapping", "mappings"),
 }
+"""Types in the singular and in the plural."""
 WIDTH = 100
 """Line length of the help in a terminal."""
 
@@ -211,13 +214,19 @@ def _entry(cls: type, field: dataclasses.Field[Any]) -> Entry:
 
 
 def _type(kind: object) -> str:
-    names = [_type_name(each) for each in alternatives(kind)]
-    return ", ".join(names) + (" or null" if is_optional(kind) else "")
+    """A type in words, such as `number, list of numbers or null`."""
+    names = [
+        name for each in alternatives(kind) for name in (("true", "false") if each is bool else (_type_name(each),))
+    ]
+    names += ["null"] if is_optional(kind) else []
+    return " or ".join(filter(None, (", ".join(names[:-1]), names[-1])))
 
 
-def _type_name(kind: object) -> str:
+def _type_name(kind: object, *, plural: bool = False) -> str:
     origin, arguments = typing.get_origin(kind), typing.get_args(kind)
+    if len(alternatives(kind)) > 1:
+        return " or ".join(_type_name(each, plural=plural) for each in alternatives(kind))
     if origin in (list, Sequence):
-        item = _type_name(arguments[0])
-        return "list" if arguments[0] is Any else f"list of {item if arguments[0] is str else f'{item}s'}"
-    return _NAMES.get(origin or kind, "mapping")
+        items = "" if arguments[0] is Any else f" of {_type_name(arguments[0], plural=True)}"
+        return _NAMES[list][plural] + items
+    return _NAMES.get(origin or kind, _NAMES[dict])[plural]

@@ -12,7 +12,7 @@ from forgefield.bench.options import BenchOptions
 from forgefield.cli import VERBS
 from forgefield.cli.arguments import add_option, selected
 from forgefield.config.option import Limits, class_doc, field_docs, limits_of, option
-from forgefield.config.reference import flag_help, option_help, reference, sections
+from forgefield.config.reference import flag_help, option_help, options_of, reference, sections
 from forgefield.config.typed import field_types, section_class
 from forgefield.data.options import DataOptions, UnitOptions
 from forgefield.errors import ForgefieldError
@@ -119,6 +119,29 @@ def test_an_option_is_a_field_with_a_default():
 
     assert Options() == Options(size=3)
     assert limits_of(dataclasses.fields(Options)[0]).unit == "A"
+
+
+@dataclasses.dataclass
+class OfManyTypes:
+    flag: bool = False
+    choice: bool | str | None = None
+    table: list[list[float]] | None = None
+    switches: bool | list[bool] = False
+    names: str | list[str] | None = None
+    weights: float | dict[str, float] = 1.0
+    mixed: list[int | str] = dataclasses.field(default_factory=list)
+
+
+def test_types_read_as_plain_english():
+    assert [entry.type for entry in options_of(OfManyTypes)] == [
+        "true or false",
+        "true, false, text or null",
+        "list of lists of numbers or null",
+        "true, false or list of booleans",
+        "text, list of text or null",
+        "number or mapping",
+        "list of integers or text",
+    ]
 
 
 def test_the_help_of_a_flag_is_made_from_the_declaration():
