@@ -208,7 +208,7 @@ SETS = {"rmd17": rmd17, "3bpa": bpa, "mlearn": mlearn, "water": water}
 def config(case: Case, model: str, seed: int, ensemble: int, out: Path) -> dict[str, Any]:
     """The config of one training."""
     name = f"{case.name}-{model}{'' if ensemble == 1 else f'-x{ensemble}'}-{seed}"
-    training = RECIPE if ensemble == 1 else {**RECIPE, "ensemble": ensemble}
+    training = {**RECIPE, "ensemble": ensemble} if ensemble > 1 else dict(RECIPE)
     return {
         "name": name,
         "out": str(out),
@@ -229,9 +229,12 @@ def config(case: Case, model: str, seed: int, ensemble: int, out: Path) -> dict[
 
 def train(arguments: argparse.Namespace, case: Case, seed: int) -> None:
     """Train one model, or resume its training, unless it is finished."""
-    import forgefield  # only processes that train need PyTorch
+    import torch  # only processes that train need it
+
+    import forgefield
 
     settings = config(case, arguments.model, seed, arguments.ensemble, arguments.out)
+    settings["training"]["engine"] = "graphs" if torch.cuda.is_available() else "auto"
     start = time.perf_counter()
     run = forgefield.train(settings, *arguments.overrides)
     path = run.path / "seconds.json"

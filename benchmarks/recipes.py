@@ -1,7 +1,7 @@
 """The study behind the recipe of benchmarks/accuracy.py: one change of the settings at a time, on parts of training files.
 
-    python benchmarks/recipes.py --data FOLDER --out runs/recipes [--stage one|two] [--sets ethanol,aspirin] [--steps 10000]
-        [--workers 1] [--minutes 5] [--log FILE]
+    python benchmarks/recipes.py --data FOLDER --out runs/recipes [--sets ethanol,aspirin] [--seeds 1,2]
+        [--steps 10000] [--workers 1] [--minutes 5] [--log FILE]
 
 FOLDER holds rmd17_ethanol_train_01.npz, rmd17_aspirin_train_01.npz and train_300K.xyz (3BPA), and any number of files
 <molecule>.npz as benchmarks/xtb_molecules.py writes them. 50 frames of each set train and others of the same file validate; no
@@ -129,13 +129,16 @@ def config(set_name: str, data: Mapping[str, Any], setting: str, seed: int, step
 
 def train(folder: Path, out: Path, job: Mapping[str, Any]) -> None:
     """Train one setting; one line of a file of results."""
-    from forgefield.config.loading import load_config  # only processes that train need PyTorch
+    import torch  # only processes that train need it
+
+    from forgefield.config.loading import load_config
     from forgefield.parallel.ranks import single_process
     from forgefield.training.fit import fit
     from forgefield.training.run.journal import Journal
 
     data = data_sets(folder)[job["set"]]
     settings = config(job["set"], data, job["setting"], job["seed"], job["steps"], out)
+    settings["training"]["engine"] = "graphs" if torch.cuda.is_available() else "auto"
     start = time.perf_counter()
     with open(os.devnull, "w") as nowhere, contextlib.redirect_stdout(nowhere):  # no test and no report
         ranks = single_process()
@@ -156,7 +159,8 @@ def results(out: Path) -> list[dict[str, Any]]:
 
 def jobs_of(arguments: argparse.Namespace) -> list[dict[str, Any]]:
     """Trainings that are not finished, the most informative first."""
-    sets = [name for name in data_sets(arguments.data) if not arguments.sets or name in arguments.sets.split(",")]
+    available = data_sets(arguments.data)
+    sets = [name for name in (arguments.sets.split(",") if arguments.sets else available) if name in available]
     seeds = [int(seed) for seed in arguments.seeds.split(",")]
     settings = [name for name in VARIATIONS if not arguments.settings or name in arguments.settings.split(";")]
     jobs = [
@@ -226,7 +230,7 @@ def main() -> None:
     parser.add_argument("--out", type=Path, default=Path("runs/recipes"))
     parser.add_argument("--sets", default="", help="separated by commas; default: all")
     parser.add_argument("--settings", default="", help="names of VARIATIONS, separated by semicolons; default: all")
-    parser.add_argument("--few", type=int, default=3, help="sets for the settings that are not tried on all")
+    parser.add_argument("--few", type=int, default=2, help="number of sets for settings that are not tried on all")
     parser.add_argument("--seeds", default="1")
     parser.add_argument("--steps", type=int, default=10_000)
     parser.add_argument("--workers", type=int, default=1)
