@@ -67,15 +67,7 @@ VARIATIONS: dict[str, Changes] = {
     "mace, correlation 2": {"model": {**MODELS["mace"], "correlation": 2}},
 }
 """Settings by name."""
-FOR_ALL = (
-    "nequip",
-    "mace",
-    "nequip, 4 x steps",
-    "mace, 4 x steps",
-    "nequip, lr 0.003",
-    "mace, lr 0.003",
-    "nequip, forces 10",
-)
+FOR_ALL = ("nequip", "mace", "nequip, 4 x steps", "mace, 4 x steps")
 """Settings of the first stage that are tried on all sets; the others on the first three."""
 
 
