@@ -25,7 +25,7 @@ from forgefield.models.deeppot.deepmd_tables import joined_table
 from forgefield.models.deeppot.options import EnergyFittingOptions, fitting_part
 from forgefield.untrusted.archives import check_expansion
 from forgefield.untrusted.documents import load_json, load_yaml
-from forgefield.untrusted.safe_pickle import Record, read_torch_file, read_torchscript_records
+from forgefield.untrusted.torch_files import Record, read_torch_file, read_torchscript_records
 
 if TYPE_CHECKING:
     import h5py
