@@ -54,9 +54,10 @@ RECIPE: dict[str, Any] = {
     "tensorboard": 0,
 }
 """Section `training`, the same for all data sets."""
-TASK: dict[str, Any] = {"energy": {"weight": 1.0, "per_atom": True}, "forces": {"weight": 1.0}}
-STEPS = 10_000
-"""Optimiser steps of a training on molecules."""
+TASK: dict[str, Any] = {"energy": {"weight": 1.0, "per_atom": True}, "forces": {"weight": 10.0}}
+"""Section `task`, the same for all data sets."""
+STEPS, MORE_STEPS = 50_000, 100_000
+"""Optimiser steps of a training on at most 100 frames, and on more."""
 
 Published = Mapping[str, tuple[float, float]]
 """Errors of energies and forces by model."""
@@ -139,7 +140,7 @@ def rmd17(folder: Path, only: Sequence[str], frames: int) -> list[Case]:
                 "units": {"energy": "kcal/mol"},
                 "batch": {"frames": 5},
             },
-            steps=STEPS if frames <= 100 else 10 * STEPS,
+            steps=STEPS if frames <= 100 else MORE_STEPS,
             errors=TOTAL_MAE,
             published={molecule: published.get(molecule, {})},
         )
@@ -159,7 +160,7 @@ def bpa(folder: Path, only: Sequence[str], frames: int) -> list[Case]:
                 "test": {name: str(path) for name, path in tests.items()},
                 "batch": {"frames": 5},
             },
-            steps=10 * STEPS,
+            steps=MORE_STEPS,
             errors=TOTAL_RMSE,
             published={name: BPA[name] for name in tests},
         )
@@ -176,7 +177,7 @@ def mlearn(folder: Path, only: Sequence[str], frames: int) -> list[Case]:
                 "val": 0.1,
                 "test": {element: str(folder / f"{element}_test.xyz")},
             },
-            steps=3 * STEPS,
+            steps=MORE_STEPS,
             errors=PER_ATOM_RMSE,
             published={element: {}},
         )
@@ -195,7 +196,7 @@ def water(folder: Path, only: Sequence[str], frames: int) -> list[Case]:
                 "test": {"water": str(folder / "data_3")},
                 "batch": {"frames": 1},
             },
-            steps=3 * STEPS,
+            steps=MORE_STEPS,
             errors=PER_ATOM_RMSE,
             published={"water": {}},
         )
