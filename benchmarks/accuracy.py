@@ -9,7 +9,7 @@ FOLDER holds the files of the set: rmd17_<molecule>_train_01.npz and rmd17_<mole
 test_300K.xyz (test_600K.xyz and test_1200K.xyz are used if they are there); <element>_train.xyz and <element>_test.xyz; data_0
 to data_3 of DeePMD-kit's water example.
 
-Models and training settings (`MODELS`, `RECIPE`) are the same for every molecule, element and seed. They were chosen with
+The settings are those of `forgefield init --accurate`, the same for every molecule, element and seed. They were chosen with
 benchmarks/recipes.py on parts of training files; test frames are evaluated once, after a training. A finished training is not
 repeated, an interrupted one is resumed. --model selects the architecture, --ensemble the number of models whose predictions
 are averaged, --at-once how many trainings run at the same time; `key=value` overrides the config. --log FILE also writes the
@@ -32,6 +32,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from ase.io import iread
+
+from forgefield.data import recipe
+
 MODELS: dict[str, dict[str, Any]] = {
     "nequip": {
         "name": "nequip",
@@ -42,22 +46,11 @@ MODELS: dict[str, dict[str, Any]] = {
         "radial_mlp_depth": 2,
         "radial_mlp_width": 64,
     },
-    "mace": {"name": "mace", "hidden_irreps": "128x0e + 128x1o", "max_ell": 3, "correlation": 3},
+    "mace": recipe.MODEL,
 }
 """Section `model` of each architecture, the same for all data sets."""
-RECIPE: dict[str, Any] = {
-    "lr": 0.01,
-    "ema": 0.99,
-    "clip_norm": 10.0,
-    "scheduler": {"name": "cosine_to", "stop_lr": 0.0},
-    "uncertainty": False,
-    "tensorboard": 0,
-}
-"""Section `training`, the same for all data sets."""
-TASK: dict[str, Any] = {"energy": {"weight": 1.0, "per_atom": True}, "forces": {"weight": 10.0}}
-"""Section `task`, the same for all data sets."""
-STEPS, MORE_STEPS = 50_000, 100_000
-"""Optimiser steps of a training on at most 100 frames, and on more."""
+TRAINING = {**recipe.TRAINING, "uncertainty": False, "tensorboard": 0}
+TASK = {name: {"weight": recipe.WEIGHTS[name]} for name in ("energy", "forces")}
 
 Published = Mapping[str, tuple[float, float]]
 """Errors of energies and forces by model."""
@@ -140,7 +133,7 @@ def rmd17(folder: Path, only: Sequence[str], frames: int) -> list[Case]:
                 "units": {"energy": "kcal/mol"},
                 "batch": {"frames": 5},
             },
-            steps=STEPS if frames <= 100 else MORE_STEPS,
+            steps=recipe.training_steps(frames),
             errors=TOTAL_MAE,
             published={molecule: published.get(molecule, {})},
         )
@@ -160,11 +153,16 @@ def bpa(folder: Path, only: Sequence[str], frames: int) -> list[Case]:
                 "test": {name: str(path) for name, path in tests.items()},
                 "batch": {"frames": 5},
             },
-            steps=MORE_STEPS,
+            steps=recipe.MORE_STEPS,
             errors=TOTAL_RMSE,
             published={name: BPA[name] for name in tests},
         )
     ]
+
+
+def mean_atoms(path: Path) -> float:
+    """Mean number of atoms of the frames of a file."""
+    return statistics.fmean(len(atoms) for atoms in iread(path))
 
 
 def mlearn(folder: Path, only: Sequence[str], frames: int) -> list[Case]:
@@ -176,8 +174,9 @@ def mlearn(folder: Path, only: Sequence[str], frames: int) -> list[Case]:
                 "train": str(folder / f"{element}_train.xyz"),
                 "val": 0.1,
                 "test": {element: str(folder / f"{element}_test.xyz")},
+                "batch": {"frames": recipe.batch_frames(mean_atoms(folder / f"{element}_train.xyz"))},
             },
-            steps=MORE_STEPS,
+            steps=recipe.MORE_STEPS,
             errors=PER_ATOM_RMSE,
             published={element: {}},
         )
@@ -196,7 +195,7 @@ def water(folder: Path, only: Sequence[str], frames: int) -> list[Case]:
                 "test": {"water": str(folder / "data_3")},
                 "batch": {"frames": 1},
             },
-            steps=MORE_STEPS,
+            steps=recipe.MORE_STEPS,
             errors=PER_ATOM_RMSE,
             published={"water": {}},
         )
@@ -209,7 +208,7 @@ SETS = {"rmd17": rmd17, "3bpa": bpa, "mlearn": mlearn, "water": water}
 def config(case: Case, model: str, seed: int, ensemble: int, out: Path) -> dict[str, Any]:
     """The config of one training."""
     name = f"{case.name}-{model}{'' if ensemble == 1 else f'-x{ensemble}'}-{seed}"
-    training = {**RECIPE, "ensemble": ensemble} if ensemble > 1 else dict(RECIPE)
+    training = {**TRAINING, "ensemble": ensemble} if ensemble > 1 else dict(TRAINING)
     return {
         "name": name,
         "out": str(out),

@@ -27,7 +27,7 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
-from accuracy import MODELS, RECIPE, device_name
+from accuracy import MODELS, TRAINING, device_name
 
 BATCH = 5
 """Frames of a batch, unless a setting changes it."""
@@ -101,7 +101,7 @@ def config(set_name: str, data: Mapping[str, Any], setting: str, seed: int, step
         "data": {"cutoff": 5.0, "split_seed": 0, "batch": {"frames": BATCH}, **data},
         "model": dict(changes.pop("model", MODELS["nequip"])),
         "task": {"energy": {"weight": 1.0, "per_atom": True}, "forces": {"weight": 1.0}},
-        "training": {**RECIPE, "monitor": "val/forces_mae", "checkpoint": {"every_epochs": 10**6}},
+        "training": {**TRAINING, "monitor": "val/forces_mae", "checkpoint": {"every_epochs": 10**6}},
         "trainer": {
             "max_steps": steps,
             "max_epochs": -1,

@@ -18,6 +18,7 @@ examples:
   forgefield init water.extxyz                                   writes water.yaml
   forgefield init 'cu/*.extxyz' -o cu.yaml --name copper
   forgefield init ethanol.npz data.units.energy=kcal/mol
+  forgefield init ethanol.extxyz --accurate                      MACE and a long training, on a GPU
   forgefield init band-gaps.extxyz                               properties and classes instead of energies
   forgefield init water/data_0 water/data_1 -o water.yaml        systems of DeePMD-kit
   forgefield init Be_snapshot*.in.npy -o be.yaml                 snapshots of the LDOS
@@ -36,6 +37,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("-o", "--out", metavar="FILE", help="config to write (default: name of the data, .yaml)")
     add_option(parser, "--name", Config, "name", default="name of the config")
+    parser.add_argument(
+        "--accurate", action="store_true", help="settings for small errors: MACE and a long training (on a GPU)"
+    )
     parser.add_argument("--force", action="store_true", help="overwrite the config if it exists")
 
 
@@ -48,13 +52,17 @@ def run(args: argparse.Namespace) -> int:
     if not files:
         raise ForgefieldError("name the data to write a config for, as in: forgefield init water.extxyz")
     if are_snapshots(files):
+        if args.accurate:
+            raise ForgefieldError("--accurate has settings for potentials, and this is grid data; leave it out.")
         out, about = propose_points_config(files, overrides, out=args.out, name=args.name, overwrite=args.force)
         print(f"{', '.join(files)}: {about}")
         has_energies = any(word.startswith("data.points.energies") for word in overrides)
         todo = "train with:" if has_energies else "enter the energies of the levels (data.points.energies), then:"
         print(f"wrote {out}; {todo} forgefield train {out}")
         return 0
-    out, facts = propose_config(files, overrides, out=args.out, name=args.name, overwrite=args.force)
+    out, facts = propose_config(
+        files, overrides, out=args.out, name=args.name, overwrite=args.force, accurate=args.accurate
+    )
     print(f"{', '.join(files)}: {describe(facts)}")
     if "?" in unit_note(facts):
         print(unit_note(facts))

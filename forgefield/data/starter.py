@@ -26,6 +26,7 @@ from forgefield.data.neighbours.graph import neighbour_list
 from forgefield.data.options import BatchOptions, DataOptions
 from forgefield.data.property_starter import Property, add_properties, properties_of
 from forgefield.data.readers import read_frames
+from forgefield.data.recipe import accurate_config
 from forgefield.data.sampling.batching import default_frames
 from forgefield.data.store.table import FrameTable
 from forgefield.errors import ForgefieldError
@@ -75,6 +76,7 @@ def propose_config(
     out: str | os.PathLike[str] | None = None,
     name: str | None = None,
     overwrite: bool = False,
+    accurate: bool = False,
 ) -> tuple[Path, DataFacts]:
     """Write a commented config for data, as `forgefield init`; returns its path and the facts on which it is based.
 
@@ -90,14 +92,18 @@ def propose_config(
         Name of the run; default: that of the config.
     overwrite
         Replace an existing config.
+    accurate
+        Settings for small errors, whose training takes long: a GPU is recommended.
     """
     path = Path(out) if out is not None else Path(f"{Path(files[0].rstrip('/')).stem.strip('*?[]') or 'config'}.yaml")
     require_config_path(path, overwrite=overwrite)
-    text, facts = starter_text(files, overrides, out=path, name=name or path.stem)
+    text, facts = starter_text(files, overrides, out=path, name=name or path.stem, accurate=accurate)
     return write_config(path, text), facts
 
 
-def starter_text(files: Sequence[str], overrides: Sequence[str], *, out: Path, name: str) -> tuple[str, DataFacts]:
+def starter_text(
+    files: Sequence[str], overrides: Sequence[str], *, out: Path, name: str, accurate: bool
+) -> tuple[str, DataFacts]:
     """Text of a config at `out` for these files, and the facts on which it is based."""
     settings = load_config({"name": name}, overrides)
     reader = LabelReader(settings.data.labels, settings.data.units)
@@ -118,7 +124,11 @@ def starter_text(files: Sequence[str], overrides: Sequence[str], *, out: Path, n
         )
     missing = [f"no frame has {label}; {hint}" for label, hint in reader.hints().items() if not facts.labels[label]]
     facts = replace(facts, remarks=[*facts.remarks, *missing, *label_warnings(FrameTable.from_frames(frames))])
-    values, notes = starter_config(facts, name=name)
+    if accurate and facts.properties:
+        raise ForgefieldError(
+            f"--accurate has settings for energies, forces and stress, and {', '.join(files)} has none of them; leave it out."
+        )
+    values, notes = starter_config(facts, name=name, accurate=accurate)
     if facts.properties:
         add_properties(facts.properties, values, notes)
     chosen = as_dict(settings)
@@ -159,14 +169,17 @@ def _mean_neighbours(frames: Sequence[Frame], cutoff: float) -> float:
     return edges / sum(len(frame.numbers) for frame in frames)
 
 
-def starter_config(facts: DataFacts, *, name: str) -> tuple[dict[str, Any], dict[str, str]]:
+def starter_config(facts: DataFacts, *, name: str, accurate: bool = False) -> tuple[dict[str, Any], dict[str, str]]:
     """The proposed settings, and the comments on some of them by dotted key."""
     cutoff = propose_cutoff(facts.mean_neighbours)
     val, test = propose_split(facts.n_frames)
     n_train = facts.n_frames - sum(_frames(share, facts.n_frames) for share in (val, test))
-    frames = default_frames(facts.mean_atoms, n_train)
+    if accurate:
+        sections = accurate_config(facts.labels, n_train, facts.mean_atoms)
+    else:
+        sections = _quick_config(facts, n_train)
+    frames, epochs = sections["batch"]["frames"], sections["trainer"]["max_epochs"]
     steps = math.ceil(n_train / frames)
-    epochs = min(max(math.ceil(STEPS / steps), 10), 1000)
     values = {
         "name": name,
         "seed": 0,
@@ -175,15 +188,12 @@ def starter_config(facts: DataFacts, *, name: str) -> tuple[dict[str, Any], dict
             "val": val,
             "test": test,
             "cutoff": cutoff,
-            "batch": {"frames": frames},
+            "batch": sections["batch"],
             "species": list(facts.species),
             "units": {"energy": "eV", "length": "A"},
             "reference_energies": "auto",
         },
-        "model": dict(MODEL),
-        "task": {name: {"weight": weight} for name, weight in default_weights(facts.labels).items()},
-        "training": {"lr": 0.01, "ema": 0.99, "precision": "float32", "scheduler": None},
-        "trainer": {"max_epochs": epochs},
+        **{name: sections[name] for name in ("model", "task", "training", "trainer")},
     }
     neighbours = facts.mean_neighbours[cutoff]
     notes = {
@@ -195,7 +205,22 @@ def starter_config(facts: DataFacts, *, name: str) -> tuple[dict[str, Any], dict
         "trainer.max_epochs": f"{steps} batches make an epoch; {epochs * steps} optimiser steps in all.",
         "trainer": f"{_summary(Config, 'trainer')}: devices, max_time, check_val_every_n_epoch, ...",
     }
+    if accurate:
+        notes["training"] = "Settings for small errors; the training takes long, and a GPU is recommended."
     return values, notes
+
+
+def _quick_config(facts: DataFacts, n_train: int) -> dict[str, Any]:
+    """Sections of a first run, as those of `accurate_config`."""
+    frames = default_frames(facts.mean_atoms, n_train)
+    epochs = min(max(math.ceil(STEPS / math.ceil(n_train / frames)), 10), 1000)
+    return {
+        "batch": {"frames": frames},
+        "model": dict(MODEL),
+        "task": {name: {"weight": weight} for name, weight in default_weights(facts.labels).items()},
+        "training": {"lr": 0.01, "ema": 0.99, "precision": "float32", "scheduler": None},
+        "trainer": {"max_epochs": epochs},
+    }
 
 
 def _summary(section: type, option: str) -> str:

@@ -193,6 +193,37 @@ def test_few_frames_are_not_split_away(n, split):
     assert propose_split(n) == split
 
 
+@pytest.mark.parametrize(
+    ("atoms", "frames", "batch", "steps"), [(9, 55, 5, 50_000), (64, 300, 2, 100_000), (192, 20, 1, 50_000)]
+)
+def test_accurate_settings_are_a_number_of_steps_in_small_batches(atoms, frames, batch, steps):
+    values, notes = starter_config(facts(n_frames=frames, mean_atoms=float(atoms)), name="x", accurate=True)
+    train = frames - round(0.1 * frames) - (round(0.1 * frames) if frames >= 100 else 0)
+    per_epoch = -(-train // batch)
+    epochs = values["trainer"]["max_epochs"]
+    assert values["data"]["batch"] == {"frames": batch}
+    assert (epochs - 1) * per_epoch < steps <= epochs * per_epoch
+    assert 50 < epochs / values["trainer"]["check_val_every_n_epoch"] < 200
+    assert list(values["task"]) == ["energy", "forces"]
+    assert "GPU" in notes["training"]
+
+
+def test_accurate_settings_are_a_config_that_trains(folder):
+    write("cu.extxyz", [labelled(bulk("Cu", cubic=True), i) for i in range(12)], format="extxyz")
+    assert main(["init", "cu.extxyz", "--accurate"]) == 0
+    config = load_config("cu.yaml")
+    assert config.model["name"] == "mace"
+    assert config.task.forces.weight == 10
+    small = ["model.hidden_irreps=4x0e", "model.max_ell=1", "model.correlation=2", "++trainer.fast_dev_run=true"]
+    assert main(["train", "cu.yaml", *small, "++trainer.accelerator=cpu"]) == 0
+
+
+def test_accurate_settings_are_for_potentials(folder, capsys):
+    write("gaps.extxyz", property_frames())
+    assert main(["init", "gaps.extxyz", "--accurate"]) == 2
+    assert "has none of them; leave it out" in capsys.readouterr().err
+
+
 def test_only_labels_that_are_there_are_trained():
     values, _ = starter_config(facts(), name="x")
     assert list(values["task"]) == ["energy", "forces"]
