@@ -30,7 +30,8 @@ import lightning as L
 import numpy as np
 import torch
 import yaml
-from lightning.pytorch.callbacks import Callback
+
+from forgefield.training.step_loop import ObservesSteps
 
 ROOT = Path(__file__).parents[1]
 STARTED = "BENCHMARK_STARTED"
@@ -49,7 +50,7 @@ SPACING = 2.2
 """Distance of neighbouring atoms in generated frames, A; within 5 A they have 17 neighbours, as in 3BPA."""
 
 
-class Clock(Callback):
+class Clock(ObservesSteps):
     """Writes a file of times, in seconds: `first step` since the start of the command; `training` from the first step to the
     end, and the parts of it that `PARTS` and the validation take; `queue`, how long validations wait for steps in the queue of
     the GPU, which is part of the time of steps; `host`, the CPU time of the main thread.

@@ -12,6 +12,7 @@ from forgefield.settings import Config
 EXAMPLES = """\
 examples:
   forgefield import nequip best.ckpt --name water
+  forgefield import nequip water.nequip.zip --energy-unit kcal/mol
   forgefield import deepmd model.ckpt.pt --head water
   forgefield import mala be_model.zip
   forgefield import ase ase.calculators.emt.EMT --species Cu Au
@@ -33,13 +34,23 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_option(parser, "--out", Config, "out", metavar="FOLDER")
     parser.add_argument(
         "--options",
-        help="state dict: JSON file with the model section it was trained with; ase: JSON file with the calculator's arguments",
+        help="state dict: JSON file with the model section it was trained with; nequip, allegro: checkpoint or package "
+        "that the model was trained from, if it has moved; ase: JSON file with the calculator's arguments",
     )
-    parser.add_argument("--species", nargs="+", metavar="SYMBOL", help="ase: chemical elements it supports")
+    parser.add_argument(
+        "--species",
+        nargs="+",
+        metavar="SYMBOL",
+        help="ase: chemical elements it supports; nequip, allegro: elements of the types, in order, if their names are others",
+    )
     parser.add_argument("--head", metavar="NAME", help="deepmd: which model of a checkpoint with several")
     parser.add_argument(
         "--weights", choices=["ema", "raw"], help="averaged weights if available (ema, default), or the last ones (raw)"
     )
+    parser.add_argument(
+        "--energy-unit", metavar="UNIT", help="nequip, allegro: unit of the model's energies (default: eV)"
+    )
+    parser.add_argument("--length-unit", metavar="UNIT", help="nequip, allegro: unit of positions (default: A)")
 
 
 def run(args: argparse.Namespace) -> int:
@@ -47,7 +58,9 @@ def run(args: argparse.Namespace) -> int:
         from forgefield.api import import_model
         from forgefield.models.importing import ImportRequest
 
-    request = ImportRequest(args.file, args.options, args.species, args.head, args.weights)
+    request = ImportRequest(
+        args.file, args.options, args.species, args.head, args.weights, args.energy_unit, args.length_unit
+    )
     created, model = import_model(args.program, request, name=args.name, **selected(args, "out"))
     print(f"{created.path}: {model.origin}, {model.description}")
     if model.checked:

@@ -20,6 +20,8 @@ REASONS = {
     "weights": IN_FILE,
     "species": "its files name the species",
     "head": "its files hold one model",
+    "energy_unit": "its energies are in eV",
+    "length_unit": "its lengths are in A",
 }
 """Arguments that only some importers have, and why the others have not."""
 
@@ -28,8 +30,9 @@ REASONS = {
 class ImportRequest:
     """source: file, or import path of a calculator.
 
-    options: JSON file with the options of the model, or arguments of the calculator. species: chemical symbols. head: which of
-    several models. weights: `ema` or `raw`. None where the user did not give it.
+    options: JSON file with the options of the model, arguments of the calculator, or the file that the model was trained from.
+    species: chemical symbols. head: which of several models. weights: `ema` or `raw`. energy_unit, length_unit: of the model.
+    None where the user did not give it.
     """
 
     source: str
@@ -37,6 +40,8 @@ class ImportRequest:
     species: list[str] | None = None
     head: str | None = None
     weights: str | None = None
+    energy_unit: str | None = None
+    length_unit: str | None = None
 
 
 @dataclass(frozen=True)

@@ -41,7 +41,10 @@ class Architecture:
     exporters: Mapping[str, FileFormat] = field(default_factory=dict)
 
 
-_FRAMEWORK_FILES = "checkpoint (.ckpt), or state dict (.pt, .pth, .npz) with its options as JSON in the same folder"
+_FRAMEWORK_FILES = (
+    "checkpoint (.ckpt), package (.nequip.zip), "
+    "or state dict (.pt, .pth, .npz) with its options as JSON in the same folder"
+)
 
 
 def _at(path: str, **formats: Mapping[str, FileFormat]) -> Architecture:

@@ -66,9 +66,8 @@ class ErrorMetrics:
 
     @torch.no_grad()
     def add(self, measured: Tensor) -> None:
-        """Add the result of `measure`, from this process or another."""
-        self.sums = self.sums.to(measured.device)
-        self.sums += measured
+        """Add the result of `measure`, from this process or another. The sums before stay as they are, where they are kept."""
+        self.sums = self.sums.to(measured.device) + measured
 
     @torch.no_grad()
     def measure(self, outputs: dict[str, Tensor], batch: dict[str, Tensor]) -> Tensor:

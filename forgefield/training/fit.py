@@ -45,6 +45,7 @@ from forgefield.training.run.signals import StopControl, StopNow, StopRequested,
 from forgefield.training.run.start_summary import summarise
 from forgefield.training.run.summary import hardware, now
 from forgefield.training.run.writer import BackgroundWriter
+from forgefield.training.step_loop import install_step_loop
 from forgefield.training.trainer import (
     Loader,
     build_callbacks,
@@ -266,6 +267,7 @@ def _run_lightning(
     metrics_log = MetricsLog(run.path, plan.columns, module.throughput.columns, note=journal.note, units=problem.units)
     callbacks = [metrics_log, *_callbacks(plan, monitor, restart.step if restart else 0, session, exchange, writer)]
     trainer = build_trainer(plan.options, folder=run.path, first=first, callbacks=callbacks, ranks=ranks)
+    install_step_loop(trainer)
     if restart is not None and trainer.max_epochs not in (None, -1) and restart.epoch > trainer.max_epochs:
         raise ForgefieldError(
             f"Run {run.name} has completed {restart.epoch} epochs, more than trainer.max_epochs={trainer.max_epochs}."

@@ -162,7 +162,7 @@ class FramesExecutor(StepExecutor[Batch, Batch], ProbedModule):
         if (self.module.current_epoch, batch_idx) != self._measured:  # some optimisers evaluate a batch several times
             self._measured = (self.module.current_epoch, batch_idx)
             if batch_idx % self.module.trainer.accumulate_grad_batches == 0:
-                self._sums_before = [meter.sums.clone() for meter in self._meters()]
+                self._sums_before = [meter.sums for meter in self._meters()]  # adding makes new tensors
             self.module.train_loss.add(step.measured.sums)
             self.train_errors.add(step.measured.errors)
             if isinstance(self.weighting, SoftAdapt):

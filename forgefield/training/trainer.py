@@ -191,35 +191,11 @@ def build_trainer(
     plugins = [AtomicCheckpointIO(ranks), environment, *plugins]
     with lightning_errors("trainer", TypeError, ValueError, AssertionError):
         trainer = L.Trainer(**{**defaults, **options}, callbacks=all_callbacks, plugins=plugins)
-    # Before every batch Lightning broadcasts from rank 0 whether it received SIGTERM, for which all ranks and GPUs wait. Here
-    # requests to stop of all ranks are sent with the message of every batch. Lightning's signal handlers communicate as well,
-    # at any time; Forgefield's only store the request.
-    vars(trainer.fit_loop.epoch_loop)["_broadcast_sigterm_tensor"] = lambda: None
+    # Lightning's signal handlers communicate, at any time; Forgefield's only store the request.
     vars(trainer._signal_connector)["register_signal_handlers"] = lambda: None
-    _skip_empty_hooks(callbacks_of(trainer))
     if ranks.world_size > 1:
         _require_gradient_averaging(trainer, ranks)
     return trainer
-
-
-STEP_HOOKS = (
-    "on_train_batch_start",
-    "on_train_batch_end",
-    "on_before_zero_grad",
-    "on_before_backward",
-    "on_after_backward",
-    "on_before_optimizer_step",
-)
-"""Hooks that Lightning calls for every callback in every step."""
-
-
-def _skip_empty_hooks(callbacks: Sequence[Callback]) -> None:
-    """Spare Lightning the calls of hooks that do nothing, which take a tenth of a millisecond per step. It calls what is
-    callable."""
-    for callback in callbacks:
-        for name in STEP_HOOKS:
-            if getattr(callback, name) == getattr(Callback, name).__get__(callback):
-                vars(callback)[name] = None
 
 
 def _as_list(value: Any) -> list[Any]:

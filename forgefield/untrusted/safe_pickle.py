@@ -1,12 +1,8 @@
-"""Pickles and torch files from unknown sources, read without executing anything they name.
+"""Pickles from unknown sources, read without executing anything they name.
 
 A pickle is a program: it may name any function to be called. `safe_loads` makes only plain containers, dates, numpy arrays and
 torch tensors, each with a function of this file; any other name is refused and named in the message. Arrays and tensors become
 numpy arrays of numbers or text, never of objects.
-
-`read_torch_file` reads checkpoints, zip archives of one pickle and raw tensor bytes. It makes plain containers and tensors;
-every other class becomes an inert `Foreign` object that keeps no data. `read_torch_records` also keeps the data of such
-objects, as inert `Record`s.
 """
 
 from __future__ import annotations
@@ -15,20 +11,12 @@ import collections
 import datetime
 import io
 import math
-import os
 import pickle
 import re
-import zipfile
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any
 
 import numpy as np
-import torch
-from torch import Tensor
-
-from forgefield.errors import ForgefieldError
-from forgefield.untrusted.archives import open_archive
 
 _PLAIN_DTYPE = re.compile(r"[<>=|]?([biufc?]\d*|[SU]\d+)")
 _NEWER_NUMPY = {"numpy._core.": "numpy.core."}
@@ -305,170 +293,5 @@ _ALLOWED: dict[str, Callable[..., Any]] = {
     "torch._utils._rebuild_tensor_v2": _rebuild_tensor,
     "torch.storage._load_from_bytes": _load_from_bytes,
 }
-
-
-_NUMBERS = {"numpy.core.multiarray.scalar": _scalar, "numpy.dtype": _Dtype}
+NUMBERS: dict[str, Callable[..., Any]] = {"numpy.core.multiarray.scalar": _scalar, "numpy.dtype": _Dtype}
 """What numbers of numpy consist of."""
-_DTYPES = {
-    "DoubleStorage": torch.float64,
-    "FloatStorage": torch.float32,
-    "HalfStorage": torch.float16,
-    "BFloat16Storage": torch.bfloat16,
-    "LongStorage": torch.int64,
-    "IntStorage": torch.int32,
-    "ShortStorage": torch.int16,
-    "CharStorage": torch.int8,
-    "ByteStorage": torch.uint8,
-    "BoolStorage": torch.bool,
-    "UntypedStorage": torch.uint8,
-}
-
-
-class Foreign:
-    """Stands for an object of a class that is not allowed; swallows whatever the pickle does to it."""
-
-    def __init__(self, *args: object, **kwargs: object) -> None: ...
-    def __call__(self, *args: object, **kwargs: object) -> Foreign:
-        return self
-
-    def __setstate__(self, state: object) -> None: ...
-    def __setitem__(self, key: object, value: object) -> None: ...
-    def append(self, value: object) -> None: ...
-    def extend(self, values: object) -> None: ...
-    def add(self, value: object) -> None: ...
-
-
-class Record:
-    """The data of an object of another program: the name of its class, the arguments of its constructor, and its state.
-
-    Every class or function that a pickle names is a subclass, and calling it makes a record; nothing is executed. One that is
-    stored as a value, such as an activation function, is that subclass itself.
-    """
-
-    origin: ClassVar[str] = ""
-    """Module and name of the class or function."""
-    args: tuple[Any, ...]
-    state: Any
-
-    def __new__(cls, *args: object, **kwargs: object) -> Record:
-        made = super().__new__(cls)
-        made.args, made.state = args, None
-        return made
-
-    def __init__(self, *args: object, **kwargs: object) -> None: ...
-
-    def __call__(self, *args: object, **kwargs: object) -> Record:
-        return Record(self, *args)
-
-    def __setstate__(self, state: object) -> None:
-        self.state = state
-
-    def __setitem__(self, key: object, value: object) -> None: ...
-    def append(self, value: object) -> None: ...
-    def extend(self, values: object) -> None: ...
-    def add(self, value: object) -> None: ...
-
-
-def read_torch_file(path: str | os.PathLike[str]) -> Any:
-    """The object in a file of `torch.save` (zip format): dicts, lists, numbers, strings, tensors on the CPU."""
-    return _read(Path(path), _TorchUnpickler)
-
-
-def read_torch_records(path: str | os.PathLike[str]) -> Any:
-    """As `read_torch_file`, with a `Record` in place of each object of a class that is not allowed."""
-    return _read(Path(path), _RecordUnpickler)
-
-
-def read_torchscript_records(path: str | os.PathLike[str]) -> Any:
-    """The attributes of a TorchScript model (`torch.jit.save`) as `Record`s and tensors. Its code is not read."""
-    return _read(Path(path), _RecordUnpickler, is_script=True)
-
-
-def _read(path: Path, unpickler: type[_TorchUnpickler], *, is_script: bool = False) -> Any:
-    if not path.is_file():
-        raise ForgefieldError(f"{path} does not exist.")
-    with open_archive(
-        path, str(path), "a torch checkpoint", "save it with torch.save, which does not compress"
-    ) as archive:
-        return _read_archive(archive, unpickler, is_script)
-
-
-def _read_archive(archive: zipfile.ZipFile, unpickler: type[_TorchUnpickler], is_script: bool) -> Any:
-    names = [name for name in archive.namelist() if name.count("/") == 1 and name.endswith("/data.pkl")]
-    if len(names) != 1:
-        raise ValueError(
-            "it holds no single data.pkl; a packaged or compiled model cannot be read, give the checkpoint"
-        )
-    root = names[0].split("/")[0]
-    if (f"{root}/constants.pkl" in archive.namelist()) != is_script:
-        raise ValueError(
-            "it is not a TorchScript model"
-            if is_script
-            else "it is a TorchScript model, give the checkpoint it was made from"
-        )
-    if f"{root}/byteorder" in archive.namelist() and archive.read(f"{root}/byteorder") != b"little":
-        raise ValueError("its numbers are stored big-endian")
-    return unpickler(io.BytesIO(archive.read(names[0])), archive, root).load()
-
-
-class _TorchUnpickler(pickle.Unpickler):
-    def __init__(self, file: io.BytesIO, archive: zipfile.ZipFile, root: str) -> None:
-        super().__init__(file)
-        self._archive, self._root = archive, root
-        self._storages: dict[str, Tensor] = {}
-
-    def find_class(self, module: str, name: str) -> Any:
-        if (module, name) == ("collections", "OrderedDict"):
-            return collections.OrderedDict
-        if module in ("torch", "torch.storage") and name in _DTYPES:
-            return _DTYPES[name]
-        allowed = {"_rebuild_tensor_v2": _rebuild_torch_tensor, "_rebuild_parameter": _rebuild_parameter}
-        if module == "torch._utils" and name in allowed:
-            return allowed[name]
-        return Foreign
-
-    def persistent_load(self, pid: tuple[Any, ...]) -> Tensor:
-        kind, dtype, key, _, count = pid
-        if kind != "storage" or not isinstance(dtype, torch.dtype):
-            raise pickle.UnpicklingError(f"unknown stored object {kind!r}")
-        if key not in self._storages:
-            data = bytearray(self._archive.read(f"{self._root}/data/{key}"))
-            values = torch.frombuffer(data, dtype=dtype) if data else torch.empty(0, dtype=dtype)
-            if values.numel() != count:
-                raise pickle.UnpicklingError(f"tensor {key} has {values.numel()} numbers instead of {count}")
-            self._storages[key] = values
-        return self._storages[key]
-
-
-class _RecordUnpickler(_TorchUnpickler):
-    def __init__(self, file: io.BytesIO, archive: zipfile.ZipFile, root: str) -> None:
-        super().__init__(file, archive, root)
-        self._classes: dict[str, type[Record]] = {}
-
-    def find_class(self, module: str, name: str) -> Any:
-        allowed = super().find_class(module, name)
-        if allowed is not Foreign:
-            return allowed
-        origin = f"{module}.{name}".replace("numpy._core.", "numpy.core.", 1)
-        if origin in _NUMBERS:
-            return _NUMBERS[origin]
-        if origin in ("builtins.set", "__builtin__.set"):
-            return set
-        if origin not in self._classes:
-            self._classes[origin] = type(name.rpartition(".")[2], (Record,), {"origin": origin})
-        return self._classes[origin]
-
-
-def _rebuild_torch_tensor(
-    storage: Tensor, offset: int, size: tuple[int, ...], stride: tuple[int, ...], *_: object
-) -> Tensor:
-    last = offset + sum((n - 1) * step for n, step in zip(size, stride, strict=True))
-    if min((offset, *size, *stride)) < 0 or (all(size) and last >= storage.numel()):
-        raise pickle.UnpicklingError("a tensor reaches beyond its storage")
-    if math.prod(size) > storage.numel():
-        raise pickle.UnpicklingError("a tensor repeats its numbers; store it with .contiguous()")
-    return torch.as_strided(storage, size, stride, offset) if all(size) else storage.new_empty(size)
-
-
-def _rebuild_parameter(data: Tensor, *_: object) -> Tensor:
-    return data

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import io
 import json
+import lzma
 import pickle
 import tempfile
 import warnings
@@ -393,6 +394,13 @@ def write_nequip(folder: Path) -> None:
     torch.save(checkpoint(trained_elsewhere()[1]), folder / "a.ckpt")
 
 
+PACKAGE = Path(__file__).parents[1] / "models" / "nequip" / "packages" / "nequip_again.nequip.zip.xz"
+
+
+def write_package(folder: Path) -> None:
+    (folder / "a.nequip.zip").write_bytes(lzma.decompress(PACKAGE.read_bytes()))
+
+
 def _imported(read: Callable[[Path], Any]) -> Callable[[Path], list[Any]]:
     def look(folder: Path) -> list[Any]:
         (path,) = folder.iterdir()
@@ -428,5 +436,6 @@ FORMATS = {
         Format("checkpoint", write_checkpoint, _checkpoint, exact=True),
         Format("mala", write_mala, _imported(read_mala), inner=inner_zip),
         Format("nequip", write_nequip, _imported(read_nequip), inner=inner_zip),
+        Format("package", write_package, _imported(read_nequip), inner=inner_zip),
     )
 }

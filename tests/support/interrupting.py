@@ -12,12 +12,14 @@ from pathlib import Path
 import torch
 from lightning.pytorch.callbacks import Callback
 
+from forgefield.training.step_loop import ObservesSteps
+
 
 class Interrupted(Exception):
     """The stand-in for a crash inside one process: nothing gets a chance to save."""
 
 
-class EndAt(Callback):
+class EndAt(ObservesSteps):
     """At the end of the batch that makes optimiser step $END_AT: $END_HOW is raise, kill (-9), term, usr1 or memory; or usr2,
     which requests a checkpoint and does not end it.
 
@@ -100,7 +102,7 @@ def _first_time() -> bool:
     return True
 
 
-class CountsBatchStarts(Callback):
+class CountsBatchStarts(ObservesSteps):
     """A callback with a state of its own that changes at the start of every batch."""
 
     def __init__(self) -> None:

@@ -7,18 +7,20 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from forgefield.config.deepmd.descriptors import networks_of, translate_descriptor
 from forgefield.config.deepmd.section import MISSING, Section, is_number
+from forgefield.config.deepmd.values import NETWORK, PRECISIONS, kind_of, written_values
 from forgefield.config.nearest import did_you_mean
 from forgefield.errors import ForgefieldError
 from forgefield.files import find_path
 
-DESCRIPTORS = {"se_a": "se_e2_a", "se_r": "se_e2_r", "dpa1": "se_atten"}
-"""Other names of descriptors that are read."""
-OTHER_DESCRIPTORS = (
-    *("loc_frame", "se_e3", "se_at", "se_a_3be", "se_t", "se_e3_tebd", "se_a_tpe", "se_a_ebd", "se_a_ebd_v2"),
-    *("se_a_tpe_v2", "se_a_mask", "dpa2", "dpa3", "dpa4", "dpa4c", "se_zm", "SeZM", "hybrid"),
-)
-OTHER_FITTINGS = ("dpa4_ener", "sezm_ener", "population", "global_polar", "wfc")
+_NOT_HERE = "a fitting that is not supported"
+_TENSORFLOW = "a fitting of DeePMD-kit's TensorFlow backend alone"
+OTHER_FITTINGS = {
+    **dict.fromkeys(("dpa4_ener", "sezm_ener", "population"), _NOT_HERE),
+    **dict.fromkeys(("global_polar", "wfc"), _TENSORFLOW),
+}
+"""Fittings that are not supported, and why."""
 _DPA4 = "an architecture that is not available here; `dp --pt train` trains it"
 OTHER_MODELS = {
     **dict.fromkeys(("dpa4", "DPA4", "dpa4c", "SeZM", "sezm"), _DPA4),
@@ -28,28 +30,6 @@ OTHER_MODELS = {
     "linear_ener": "a weighted sum of models; a network with a table of pair energies is model.use_srtab",
 }
 """Other types of models, and what they are."""
-PRECISIONS = {
-    "default": "float64",
-    "float64": "float64",
-    "double": "float64",
-    "float32": "float32",
-    "single": "float32",
-}
-"""DeePMD-kit's names of precisions that Forgefield has; its default is float64."""
-
-NETWORK = ("neuron", "activation_function", "resnet_dt", "trainable", "seed", "precision")
-SE_E2_R = (*NETWORK, "sel", "rcut_smth", "type_one_side", "exclude_types", "env_protection", "set_davg_zero")
-SE_ATTEN_V2 = (
-    *SE_E2_R,
-    *("axis_neuron", "attn", "attn_layer", "attn_dotr", "attn_mask", "trainable_ln", "ln_eps", "tebd_dim"),
-    *("use_econf_tebd", "use_tebd_bias", "scaling_factor", "normalize", "temperature", "concat_output_tebd"),
-)
-DESCRIPTOR_KEYS = {
-    "se_e2_r": SE_E2_R,
-    "se_e2_a": (*SE_E2_R, "axis_neuron"),
-    "se_atten": (*SE_ATTEN_V2, "smooth_type_embedding", "tebd_input_mode"),
-    "se_atten_v2": SE_ATTEN_V2,
-}
 PARAMETERS = ("numb_fparam", "numb_aparam", "default_fparam")
 FITTING_KEYS = {
     "ener": (*NETWORK, *PARAMETERS, "rcond", "atom_ener"),
@@ -57,27 +37,6 @@ FITTING_KEYS = {
     "dos": (*NETWORK, *PARAMETERS, "rcond", "numb_dos"),
     "dipole": (*NETWORK, *PARAMETERS, "sel_type"),
     "polar": (*NETWORK, *PARAMETERS, "fit_diag", "scale", "shift_diag", "sel_type"),
-}
-FLAGS = (
-    *("resnet_dt", "type_one_side", "set_davg_zero", "attn_dotr", "attn_mask", "smooth_type_embedding", "trainable_ln"),
-    *(
-        "use_econf_tebd",
-        "use_tebd_bias",
-        "normalize",
-        "concat_output_tebd",
-        "intensive",
-        "distinguish_types",
-        "fit_diag",
-    ),
-    "shift_diag",
-)
-COUNTS = ("seed", "axis_neuron", "attn", "attn_layer", "tebd_dim", "numb_fparam", "numb_aparam", "task_dim", "numb_dos")
-NUMBERS = ("rcut_smth", "env_protection", "scaling_factor", "temperature", "ln_eps", "rcond")
-ALIASES = {
-    "axis_neuron": ("n_axis_neuron",),
-    "neuron": ("n_neuron",),
-    "smooth_type_embedding": ("smooth_type_embdding",),
-    "sel_type": ("pol_type", "dipole_type"),
 }
 TYPE_EMBEDDING = (
     "only DeePMD-kit's TensorFlow backend has a type embedding outside the descriptor; use the descriptor se_atten with "
@@ -111,7 +70,7 @@ class Model:
 def translate_model(section: Section) -> Model:
     _refuse_other_kinds(section)
     species = _species(section)
-    descriptor, cutoff = _descriptor(section)
+    descriptor, cutoff = translate_descriptor(section)
     fitting = _fitting(section)
     precision = _agree_on_precision(descriptor, fitting)
     options: dict[str, Any] = {"name": "deeppot", "descriptor": descriptor, "fitting_net": fitting}
@@ -166,43 +125,12 @@ def _species(section: Section) -> list[str]:
     return names
 
 
-def _descriptor(section: Section) -> tuple[dict[str, Any], float]:
-    inner = section.below("descriptor")
-    if inner is None:
-        raise ForgefieldError(f"{section.file}: 'model.descriptor' is missing.")
-    kind = _kind(inner, MISSING, DESCRIPTOR_KEYS, DESCRIPTORS, OTHER_DESCRIPTORS, "descriptor")
-    cutoff = inner.number("rcut", 6.0, above=0)
-    options = _set_values(inner, DESCRIPTOR_KEYS[kind])
-    if kind.startswith("se_atten"):
-        inner.only("lmax", None, f"{kind} has moments of degree 1 here; leave it out")
-        stripped = inner.take("stripped_type_embedding")
-        if stripped is not None:  # wins over the newer key, as in DeePMD-kit
-            options["tebd_input_mode"] = "strip" if stripped else "concat"
-    if isinstance(options.get("sel"), str):
-        _check_auto_sel(inner, options.pop("sel"))
-    inner.finish()
-    return {"type": kind, **options}, cutoff
-
-
-def _check_auto_sel(section: Section, value: str) -> None:
-    """`auto` asks for room for all neighbours there are, and here no room has to be made."""
-    word, colon, factor = value.partition(":")
-    try:
-        good = word == "auto" and (not colon or float(factor) >= 1)
-    except ValueError:
-        good = False
-    if not good:
-        raise section.wrong(
-            "sel", value, "a list of numbers of neighbours, auto, or auto:FACTOR with a factor of at least 1"
-        )
-
-
 def _fitting(section: Section) -> dict[str, Any]:
     inner = section.below("fitting_net")
     if inner is None:
         raise ForgefieldError(f"{section.file}: 'model.fitting_net' is missing.")
-    kind = _kind(inner, "ener", FITTING_KEYS, {}, OTHER_FITTINGS, "fitting")
-    options = _set_values(inner, FITTING_KEYS[kind])
+    kind = kind_of(inner, "ener", tuple(FITTING_KEYS), {}, OTHER_FITTINGS)
+    options = written_values(inner, FITTING_KEYS[kind])
     if kind == "property" and not isinstance(options.get("property_name"), str):
         raise inner.refused("property_name", "is missing: it is the name of the property's files")
     inner.only("dim_case_embd", 0, "this is for several models trained together")
@@ -213,62 +141,14 @@ def _fitting(section: Section) -> dict[str, Any]:
     return {"type": kind, **options}
 
 
-def _kind(
-    section: Section,
-    default: object,
-    supported: dict[str, Any],
-    aliases: dict[str, str],
-    others: tuple[str, ...],
-    word: str,
-) -> str:
-    kind = section.take("type", default)
-    kind = aliases.get(kind, kind) if isinstance(kind, str) else kind
-    if kind in tuple(supported):
-        return kind
-    if kind in others:
-        raise section.refused(
-            "type", f"is '{kind}', a {word} that is not supported; supported are {', '.join(supported)}"
-        )
-    hint = did_you_mean(str(kind), [*supported, *aliases])
-    raise ForgefieldError(
-        f"{section.file}: '{section.path('type')}' must be one of {', '.join(supported)}, not {kind!r}.{hint}"
-    )
-
-
-def _set_values(section: Section, names: tuple[str, ...]) -> dict[str, Any]:
-    """What the user wrote, under the first of its names; the model has DeePMD-kit's defaults for the rest."""
-    order = section.names()
-    values = {name: _value(section, name) for name in names}
-    precision = values.get("precision")
-    if precision is not None and precision not in tuple(PRECISIONS):
-        raise section.wrong("precision", precision, "float64 or float32 (double, single, default)")
-    names_set = [name for name in names if values[name] is not None]
-    return {name: values[name] for name in sorted(names_set, key=lambda name: order.index(section.written(name)))}
-
-
-def _value(section: Section, name: str) -> Any:
-    """The value of an option, with its type checked; None if it is not set."""
-    also = ALIASES.get(name, ())
-    if name in FLAGS:
-        return section.flag(name, None, also=also)
-    if name in COUNTS:
-        return section.integer(name, at_least=0, also=also)
-    if name in NUMBERS:
-        return section.number(name, at_least=0, also=also)
-    value = section.take(name, also=also)
-    if name == "neuron" and value is not None:
-        if not isinstance(value, list) or not all(is_number(width) and width == int(width) > 0 for width in value):
-            raise section.wrong(name, value, "a list of positive whole numbers")
-        return [int(width) for width in value]
-    return value
-
-
 def _agree_on_precision(descriptor: dict[str, Any], fitting: dict[str, Any]) -> str:
-    """One precision for the training if both networks have the same; else each keeps its setting."""
-    first, second = (PRECISIONS[part.pop("precision", "default")] for part in (descriptor, fitting))
-    if first == second:
-        return first
-    descriptor["precision"], fitting["precision"] = first, second
+    """One precision for the training if all networks have the same; else each keeps its setting."""
+    parts = [*networks_of(descriptor), fitting]
+    precisions = [PRECISIONS[part.pop("precision", "default")] for part in parts]
+    if len(set(precisions)) == 1:
+        return precisions[0]
+    for part, precision in zip(parts, precisions):
+        part["precision"] = precision
     return "float64"
 
 

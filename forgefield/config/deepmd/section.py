@@ -131,6 +131,16 @@ class Section:
         values = self.take(name)
         return None if values is None else type(self)(values, self.file, self.path(name), self.notes)
 
+    def below_each(self, name: str) -> list[Self]:
+        """The sections in a list of this one; empty where there is none."""
+        values = self.take(name, [])
+        if not isinstance(values, list):
+            raise self.wrong(name, values, "a list of sections")
+        return [
+            type(self)(value, self.file, f"{self.path(name)}[{number}]", self.notes)
+            for number, value in enumerate(values)
+        ]
+
     # --- what has no counterpart
 
     def only(self, name: str, default: object, why: str, *, also: Sequence[str] = ()) -> None:

@@ -18,6 +18,7 @@ import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 
+from forgefield.errors import ForgefieldError
 from forgefield.files import cache_folder
 
 FLAGS = (
@@ -32,11 +33,11 @@ FLAGS = (
 )
 """Sums may be reordered. Not -ffast-math: a library linked with it makes the whole process round subnormal numbers to zero."""
 OPENMP = "-fopenmp"
-TIMEOUT = 120
-"""Seconds that the compiler may take."""
+TIMEOUT = 1800
+"""Seconds that the compiler may take: usually one, but minutes for the largest convolutions on a busy machine."""
 
 
-class CompilerUnavailable(Exception):
+class CompilerUnavailable(ForgefieldError):
     """There is no working C compiler; the message is the reason."""
 
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -16,8 +16,11 @@ import torch
 from torch import Tensor
 
 from forgefield.errors import ForgefieldError
+from forgefield.models.allegro.modules import allegro_settings_of_modules
 from forgefield.models.importing import ImportedModel
-from forgefield.models.nequip.importer import SHARED_OPTIONS, Architecture, FrameworkImporter, read_model
+from forgefield.models.nequip.architecture import SHARED_OPTIONS, Architecture
+from forgefield.models.nequip.importer import FrameworkImporter, read_model
+from forgefield.models.nequip.types_and_units import ModelUnits
 
 MLPS = ("scalar_embed", "allegro")
 _SAME = (
@@ -55,10 +58,14 @@ _DERIVED = re.compile(
 
 
 def read_allegro(
-    path: str | os.PathLike[str], options: str | os.PathLike[str] | None = None, weights: str = "ema"
+    path: str | os.PathLike[str],
+    options: str | os.PathLike[str] | None = None,
+    weights: str = "ema",
+    species: Sequence[str] | None = None,
+    units: ModelUnits | None = None,
 ) -> ImportedModel:
     """Model in a file of Allegro; see `read_model`."""
-    return read_model(ALLEGRO, path, options, weights)
+    return read_model(ALLEGRO, path, options, weights, species, units)
 
 
 def weight_name(name: str) -> str | None:
@@ -127,6 +134,7 @@ ALLEGRO = Architecture(
     refused_unless={},
     weight_name=weight_name,
     translate=_translate,
+    describe=allegro_settings_of_modules,
     arrange=arrange,
 )
 IMPORTER = FrameworkImporter(ALLEGRO)

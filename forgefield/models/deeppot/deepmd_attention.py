@@ -17,12 +17,15 @@ from forgefield.models.deeppot.deepmd_networks import (
     collection_tree,
     layer_state,
     layer_tree,
+    layer_weights,
+    networks_of_checkpoint,
     numpy_of,
     one_per_centre,
     precision_of,
     refuse,
     stacked_state,
 )
+from forgefield.models.deeppot.deepmd_two_body import tree_of_rows
 from forgefield.models.deeppot.se_atten import SeAtten
 
 TYPES = {"dpa1": "se_atten", "se_atten": "se_atten", "se_atten_v2": "se_atten_v2"}
@@ -37,8 +40,6 @@ _SAME = (
 
 def attention_from_tree(section: Mapping[str, Any]) -> tuple[Tree, Arrays]:
     """Options and state of a descriptor of type dpa1, se_atten or se_atten_v2."""
-    if section["type"] not in TYPES:
-        raise ForgefieldError(f"descriptor.type is {section['type']}; supported are {', '.join(TYPES)}.")
     refuse("descriptor", section, {"spin": (), "compress": (), "lmax": (1,)})
     refuse("descriptor.env_mat", section.get("env_mat", {}), {"use_exp_switch": (False,)})
     variables = section["@variables"]
@@ -59,13 +60,49 @@ def attention_from_tree(section: Mapping[str, Any]) -> tuple[Tree, Arrays]:
     state = stacked_state("embedding", section["embeddings"]["networks"])
     if "embeddings_strip" in section:
         state |= stacked_state("type_network", section["embeddings_strip"]["networks"])
-    state |= _type_embedding_state(section["type_embedding"])
+    state |= type_embedding_state(section["type_embedding"])
     for number, layer in enumerate(section["attention_layers"]["attention_layers"]):
         state |= {f"attention.{number}.{key}": value for key, value in _attention_state(layer).items()}
     return options, state
 
 
-def _type_embedding_state(section: Mapping[str, Any]) -> Arrays:
+def attention_from_checkpoint(section: Tree, arrays: Mapping[str, np.ndarray]) -> Tree:
+    """The tree from settings of an input and arrays of a checkpoint."""
+    layers: list[Tree] = []
+    inside = "se_atten.dpa1_attention.attention_layers"
+    while f"{inside}.{len(layers)}.attn_layer_norm.matrix" in arrays:
+        one = f"{inside}.{len(layers)}"
+        inner = {
+            name: affine_from_checkpoint(arrays, f"{one}.attention_layer.{name}") for name in ("in_proj", "out_proj")
+        }
+        norm = affine_from_checkpoint(arrays, f"{one}.attn_layer_norm")
+        layers.append({"attention_layer": inner, "attn_layer_norm": norm})
+    tree = tree_of_rows(section, arrays, "se_atten.")
+    return (
+        tree
+        | type_tree_of_checkpoint(section, arrays, "se_atten.")
+        | {"attention_layers": {"attention_layers": layers}}
+    )
+
+
+def type_tree_of_checkpoint(section: Tree, arrays: Mapping[str, np.ndarray], prefix: str) -> Tree:
+    """Slots for neighbours of any type, type embedding and the network that reads it. prefix: of the block's arrays."""
+    sel = section["sel"]
+    embedding = affine_from_checkpoint(arrays, "type_embedding.embedding.embedding_net.layers.0")
+    stripped = networks_of_checkpoint(arrays, f"{prefix}filter_layers_strip.networks")
+    return {
+        "sel": [sel] if isinstance(sel, int) else list(sel),
+        "type_embedding": {"embedding": {"layers": [embedding | {"activation_function": "linear"}]}},
+        **({"embeddings_strip": {"networks": stripped}} if stripped else {}),
+    }
+
+
+def affine_from_checkpoint(arrays: Mapping[str, np.ndarray], name: str) -> Tree:
+    """A layer among the arrays of a checkpoint."""
+    return {"@variables": {"w": arrays[f"{name}.matrix"], "b": arrays.get(f"{name}.bias")}}
+
+
+def type_embedding_state(section: Mapping[str, Any]) -> Arrays:
     layers = section["embedding"]["layers"]
     if len(layers) != 1 or str(layers[0]["activation_function"]).lower() not in ("linear", "none"):
         raise ForgefieldError("descriptor.type_embedding is not a single linear layer, which has no counterpart here.")
@@ -115,7 +152,7 @@ def attention_tree(descriptor: SeAtten) -> Tree:
             "protection": options.env_protection,
             "use_exp_switch": False,
         },
-        "type_embedding": _type_embedding_tree(descriptor, precision),
+        "type_embedding": type_embedding_tree(descriptor, precision),
         "@variables": {
             "davg": _in_all_slots(options.davg, descriptor.room, precision),
             "dstd": _in_all_slots(options.dstd, descriptor.room, precision),
@@ -132,7 +169,7 @@ def _in_all_slots(rows: list[list[float]] | None, slots: int, precision: str) ->
     return np.repeat(np.asarray(rows, dtype=precision)[:, None], slots, 1)
 
 
-def _type_embedding_tree(descriptor: SeAtten, precision: str) -> Tree:
+def type_embedding_tree(descriptor: SeAtten, precision: str) -> Tree:
     options, embedding = descriptor.options, descriptor.type_embedding
     arrays = {"w": numpy_of(embedding.w), "b": None if embedding.b is None else numpy_of(embedding.b), "idt": None}
     how: Tree = {"activation_function": "Linear", "resnet_dt": False, "precision": precision}
@@ -185,7 +222,7 @@ def _attention_tree(descriptor: SeAtten, precision: str) -> Tree:
 
 def _projections(layer: AttentionLayer, precision: str) -> Tree:
     parts = {"in_proj": layer.project_in, "out_proj": layer.project_out}
-    return {name: affine_tree(part, 0, precision, resnet=False) for name, part in parts.items()}
+    return {name: affine_tree(part, layer_weights(part)[0], precision, resnet=False) for name, part in parts.items()}
 
 
 def _norm_tree(layer: AttentionLayer, precision: str) -> Tree:

@@ -19,13 +19,13 @@ import yaml
 from torch import Tensor
 
 from forgefield.errors import ForgefieldError
-from forgefield.models.deeppot.deepmd_networks import TYPES, Tree
+from forgefield.models.deeppot.deepmd_descriptors import descriptor_from_checkpoint
+from forgefield.models.deeppot.deepmd_networks import TYPES, Tree, networks_of_checkpoint
 from forgefield.models.deeppot.deepmd_tables import joined_table
-from forgefield.models.deeppot.options import EnergyFittingOptions, SeE2AOptions, fitting_part
-from forgefield.models.deeppot.se_atten import SeAttenOptions, SeAttenV2Options
+from forgefield.models.deeppot.options import EnergyFittingOptions, fitting_part
 from forgefield.untrusted.archives import check_expansion
 from forgefield.untrusted.documents import load_json, load_yaml
-from forgefield.untrusted.safe_pickle import Record, read_torch_file, read_torchscript_records
+from forgefield.untrusted.torch_files import Record, read_torch_file, read_torchscript_records
 
 if TYPE_CHECKING:
     import h5py
@@ -161,34 +161,24 @@ def _checkpoint_tree(
         standard = _checkpoint_tree(path, without, network)
         return standard | {"model": joined_table(standard["model"], arrays, settings, smin_alpha)}
     kind = settings.get("type", "standard")
-    section = dict(settings["descriptor"])
-    defaults = {"se_atten_v2": SeAttenV2Options, **dict.fromkeys(("se_atten", "dpa1"), SeAttenOptions)}
-    descriptor = asdict(defaults.get(section.get("type", ""), SeE2AOptions)())
-    if "smooth_type_embedding" in descriptor:  # inputs have another default than the class that reads them
-        descriptor["smooth_type_embedding"] = True
-    descriptor |= section
+    n_species = len(settings["type_map"])
+    descriptor = dict(settings["descriptor"])
     section = dict(settings["fitting_net"])
     is_energy = section.get("type", "ener") not in TYPES
     defaults_of_fitting = EnergyFittingOptions() if is_energy else fitting_part({"type": section["type"]})[1]
     fitting = asdict(defaults_of_fitting) | section
-    prefixes = ("descriptor.sea", "descriptor.se_atten", "descriptor")
-    prefix = next((name for name in prefixes if f"{name}.mean" in arrays), None)
-    if kind == "standard" and prefix is not None:
-        descriptor["@variables"] = {"davg": arrays[f"{prefix}.mean"], "dstd": arrays[f"{prefix}.stddev"]}
-        networks = _networks(arrays, f"{prefix}.filter_layers.networks")
-        descriptor["embeddings"] = {"networks": networks}
-        descriptor["precision"] = networks[0]["layers"][0]["@variables"]["w"].dtype.name
-        if prefix == "descriptor.se_atten":
-            descriptor |= _attention_tree(arrays, prefix, descriptor["sel"])
-        else:
-            descriptor["type_one_side"] = len(networks) == len(settings["type_map"])
-        fitting["nets"] = {"networks": _networks(arrays, "fitting_net.filter_layers.networks")}
+    if kind == "standard":
+        inside = {
+            key.removeprefix("descriptor."): value for key, value in arrays.items() if key.startswith("descriptor.")
+        }
+        descriptor = descriptor_from_checkpoint(descriptor, inside, n_species)
+        fitting["nets"] = {"networks": networks_of_checkpoint(arrays, "fitting_net.filter_layers.networks")}
         fitting["precision"] = fitting["nets"]["networks"][0]["layers"][0]["@variables"]["w"].dtype.name
     names = ("bias_atom_e", "fparam_avg", "fparam_inv_std", "aparam_avg", "aparam_inv_std")
     fitting["@variables"] = {name: arrays.get(f"fitting_net.{name}") for name in names}
     fitting["type"] = fitting.get("type", "ener")
     if not is_energy:
-        fitting |= _tensor_tree(fitting, arrays, len(settings["type_map"]))
+        fitting |= _tensor_tree(fitting, arrays, n_species)
     model = {
         "type": kind,
         "type_map": settings["type_map"],
@@ -213,40 +203,6 @@ def _tensor_tree(fitting: Tree, arrays: Mapping[str, np.ndarray], n_species: int
         variables["constant_matrix"] = arrays.get("fitting_net.constant_matrix", np.zeros(n_species))
     names = {"dim_out": size, "ntypes": n_species, "var_name": fitting.get("property_name")}
     return {**names, "rcond": fitting.get("rcond"), "@variables": variables}
-
-
-def _attention_tree(arrays: Mapping[str, np.ndarray], prefix: str, sel: int | list[int]) -> Tree:
-    """Settings and arrays of attention descriptors in addition to their embedding network."""
-
-    def affine(name: str) -> Tree:
-        return {"@variables": {"w": arrays[f"{name}.matrix"], "b": arrays.get(f"{name}.bias")}}
-
-    of_types = affine("descriptor.type_embedding.embedding.embedding_net.layers.0") | {"activation_function": "linear"}
-    layers: list[Tree] = []
-    inside = f"{prefix}.dpa1_attention.attention_layers"
-    while f"{inside}.{len(layers)}.attn_layer_norm.matrix" in arrays:
-        one = f"{inside}.{len(layers)}"
-        inner = {name: affine(f"{one}.attention_layer.{name}") for name in ("in_proj", "out_proj")}
-        layers.append({"attention_layer": inner, "attn_layer_norm": affine(f"{one}.attn_layer_norm")})
-    stripped = _networks(arrays, f"{prefix}.filter_layers_strip.networks")
-    return {
-        "sel": [sel] if isinstance(sel, int) else list(sel),
-        "type_embedding": {"embedding": {"layers": [of_types]}},
-        "attention_layers": {"attention_layers": layers},
-        **({"embeddings_strip": {"networks": stripped}} if stripped else {}),
-    }
-
-
-def _networks(arrays: Mapping[str, np.ndarray], prefix: str) -> list[Tree]:
-    """Networks below a prefix, each with its layers."""
-    networks: dict[int, dict[int, Tree]] = {}
-    names = {"matrix": "w", "bias": "b", "idt": "idt"}
-    for key, value in arrays.items():
-        match = re.fullmatch(re.escape(prefix) + r"\.(\d+)\.layers\.(\d+)\.(\w+)", key)
-        if match and match[3] in names:
-            layer = networks.setdefault(int(match[1]), {}).setdefault(int(match[2]), {"@variables": {}})
-            layer["@variables"][names[match[3]]] = value
-    return [{"layers": [layers[i] for i in sorted(layers)]} for _, layers in sorted(networks.items())]
 
 
 READERS: dict[str, Callable[[Path], Tree]] = {

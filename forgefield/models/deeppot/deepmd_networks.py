@@ -7,6 +7,7 @@ that is part of the fitting.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from typing import Any, NamedTuple
@@ -66,6 +67,18 @@ def stacked_state(name: str, networks: Sequence[Mapping[str, Any]]) -> Arrays:
     return state
 
 
+def networks_of_checkpoint(arrays: Mapping[str, np.ndarray], prefix: str) -> list[Tree]:
+    """Networks below a prefix among the arrays of a checkpoint, each with its layers."""
+    networks: dict[int, dict[int, Tree]] = {}
+    names = {"matrix": "w", "bias": "b", "idt": "idt"}
+    for key, value in arrays.items():
+        match = re.fullmatch(re.escape(prefix) + r"\.(\d+)\.layers\.(\d+)\.(\w+)", key)
+        if match and match[3] in names:
+            layer = networks.setdefault(int(match[1]), {}).setdefault(int(match[2]), {"@variables": {}})
+            layer["@variables"][names[match[3]]] = value
+    return [{"layers": [layers[i] for i in sorted(layers)]} for _, layers in sorted(networks.items())]
+
+
 def layer_state(layers: Sequence[Mapping[str, Any]]) -> Arrays:
     """State of a `Layer`, from the trees of that layer of each network."""
     state: Arrays = {}
@@ -76,20 +89,43 @@ def layer_state(layers: Sequence[Mapping[str, Any]]) -> Arrays:
     return state
 
 
-def collection_tree(networks: Networks, n_species: int, kind: str) -> Tree:
-    """Networks as DeePMD-kit's class `NetworkCollection`. kind: embedding_network or fitting_network."""
+Weights = list[Arrays]
+"""w, b and idt of each layer of one network, float64."""
+
+
+def weights_of(networks: Networks) -> list[Weights]:
+    """Copies of the weights of every network."""
+    return [list(layers) for layers in zip(*map(layer_weights, networks.layers))]
+
+
+def layer_weights(layer: Layer) -> list[Arrays]:
+    """Copies of w, b and idt of this layer of every network, float64."""
+    named = {"w": layer.w, "b": layer.b, "idt": layer.idt}
+    arrays = {key: numpy_of(value).astype(np.float64) for key, value in named.items() if value is not None}
+    return [{key: array[number].copy() for key, array in arrays.items()} for number in range(layer.w.shape[0])]
+
+
+def collection_tree(
+    networks: Networks, n_species: int, kind: str, *, ndim: int | None = None, weights: Sequence[Weights] | None = None
+) -> Tree:
+    """Networks as DeePMD-kit's class `NetworkCollection`.
+
+    kind: embedding_network or fitting_network. ndim: number of species that a network depends on. weights: of each network in
+    DeePMD-kit's order, if they are not those of `networks`.
+    """
+    weights = weights_of(networks) if weights is None else weights
     return {
         "@class": "NetworkCollection",
         "@version": 1,
-        "ndim": 0 if networks.count == 1 else 1,
+        "ndim": (0 if networks.count == 1 else 1) if ndim is None else ndim,
         "ntypes": n_species,
         "network_type": kind,
-        "networks": [network_tree(networks, number, kind) for number in range(networks.count)],
+        "networks": [network_tree(networks, network, kind) for network in weights],
     }
 
 
-def network_tree(networks: Networks, number: int, kind: str) -> Tree:
-    """One of the networks, as DeePMD-kit's class `EmbeddingNetwork` or `FittingNetwork`."""
+def network_tree(networks: Networks, weights: Weights, kind: str) -> Tree:
+    """A network of this shape, as DeePMD-kit's class `EmbeddingNetwork` or `FittingNetwork`."""
     precision, sizes, is_fitting = precision_of(networks), networks.sizes, kind == "fitting_network"
     last = len(networks.layers) - 1
     tree: Tree = {
@@ -103,25 +139,21 @@ def network_tree(networks: Networks, number: int, kind: str) -> Tree:
     }
     tree |= {"out_dim": sizes[-1], "bias_out": True} if is_fitting else {"bias": True}
     tree["layers"] = [
-        affine_tree(layer, number, precision, resnet=not (is_fitting and index == last))
-        for index, layer in enumerate(networks.layers)
+        affine_tree(layer, arrays, precision, resnet=not (is_fitting and index == last))
+        for index, (layer, arrays) in enumerate(zip(networks.layers, weights, strict=True))
     ]
     return tree
 
 
-def affine_tree(layer: Layer, number: int, precision: str, *, resnet: bool) -> Tree:
-    """The layer of one of the networks, as DeePMD-kit's class `Layer`."""
+def affine_tree(layer: Layer, arrays: Arrays, precision: str, *, resnet: bool) -> Tree:
+    """A layer of this shape, as DeePMD-kit's class `Layer`."""
     return layer_tree(
-        {key: None if value is None else numpy_of(value[number]) for key, value in _weights(layer).items()},
+        {key: None if key not in arrays else arrays[key].astype(precision) for key in ("w", "b", "idt")},
         activation=layer.activation,
         resnet=resnet,
         precision=precision,
         trainable=layer.w.requires_grad,
     )
-
-
-def _weights(layer: Layer) -> dict[str, Tensor | None]:
-    return {"w": layer.w, "b": layer.b, "idt": layer.idt}
 
 
 def layer_tree(
@@ -241,9 +273,14 @@ def _into_last_layer(state: Arrays, inner: np.ndarray) -> Arrays:
     return {name: b + inner[: len(b)].astype(b.dtype)}
 
 
-def fitting_tree(fitting: TensorFitting[Any], excluded: Sequence[int] = ()) -> tuple[Tree, np.ndarray, np.ndarray]:
+def fitting_tree(
+    fitting: TensorFitting[Any], excluded: Sequence[int] = (), weights: Sequence[Weights] | None = None
+) -> tuple[Tree, np.ndarray, np.ndarray]:
     """The fitting as DeePMD-kit's class `Fitting`, and the shifts and factors that the atomic model around it has to apply to
-    its outputs: out_bias and out_std, each (n_species, numbers). excluded: species without a value."""
+    its outputs: out_bias and out_std, each (n_species, numbers).
+
+    excluded: species without a value. weights: of its networks, if they are not its own.
+    """
     options, network, networks = fitting.options, fitting.network, fitting.network.networks
     n, kind = len(fitting.species), options.type
     variables: Tree = {"bias_atom_e": np.zeros((n, networks.sizes[-1])), "case_embd": None}
@@ -263,7 +300,7 @@ def fitting_tree(fitting: TensorFitting[Any], excluded: Sequence[int] = ()) -> t
         "precision": precision_of(networks),
         "mixed_types": networks.count == 1,
         "exclude_types": list(excluded),
-        "nets": collection_tree(networks, n, "fitting_network"),
+        "nets": collection_tree(networks, n, "fitting_network", weights=weights),
         "type_map": list(fitting.species),
         "tot_ener_zero": False,
         "trainable": [layer.w.requires_grad for layer in networks.layers],

@@ -23,7 +23,7 @@ from ase.data import atomic_numbers
 from torch import Tensor, nn
 
 from forgefield.errors import ForgefieldError
-from forgefield.models.deeppot.options import DescriptorOptions
+from forgefield.models.deeppot.options import AnyDescriptorOptions
 from forgefield.models.edges import Batch, EdgeContext
 from forgefield.models.interface import Inputs
 from forgefield.ops.graph import Segments, gather, is_traced
@@ -86,7 +86,7 @@ class Standardise(torch.nn.Module):
         return rows, rows[:, 0] + self.empty[:, 0].index_select(0, centre)
 
 
-OptionsT = TypeVar("OptionsT", bound=DescriptorOptions)
+OptionsT = TypeVar("OptionsT", bound=AnyDescriptorOptions)
 
 
 class DescriptorStatistics(Protocol):
@@ -110,13 +110,13 @@ class Descriptor(nn.Module, ABC, Generic[OptionsT]):
     ghost_atoms, inputs: see `AtomisticModel`.
     """
 
-    Options: ClassVar[type[DescriptorOptions]]
+    Options: ClassVar[type[AnyDescriptorOptions]]
     """Dataclass of its options, `type` first; defaults are DeePMD-kit's."""
     options: OptionsT
     dim_out: int
     dim_rotation: int = 0
     mixed_types: bool = False
-    ghost_atoms: ClassVar[str | None] = "local"
+    ghost_atoms: str | None = "local"
     inputs: Inputs = {}
     optional_inputs: tuple[str, ...] = ()
 
@@ -152,6 +152,16 @@ class Descriptor(nn.Module, ABC, Generic[OptionsT]):
         pair_exclude_types: Sequence[Sequence[int]],
     ) -> DescriptorStatistics:
         """What `complete` needs to know about the training data. options: as in the config."""
+
+    @classmethod
+    def refuses_species(cls, options: OptionsT, n_old: int, n_all: int) -> str | None:
+        """Why a trained descriptor with these options cannot be extended from `n_old` to `n_all` species; None where it can."""
+        return f"its descriptor {options.type} cannot be extended; train a new model."
+
+    @classmethod
+    def extended(cls, options: OptionsT, n_old: int, measured: Mapping[str, Any]) -> OptionsT:
+        """Complete options with species after the first `n_old`. measured: statistics of data with all of them."""
+        raise NotImplementedError(f"{cls.__name__} cannot be extended")
 
     def may_wait_for(self, tensor: Tensor) -> bool:
         """Whether the host may read values: not in a trace or a capture, nor in training on a GPU, which must not wait."""
@@ -276,6 +286,13 @@ class TypeEmbedding(nn.Module):
         if self.b is not None:
             table = table + self.b
         return table + torch.cat([self.inputs] * self.repeats, 1) if self.repeats else table
+
+
+def refuses_types(width: int, n_old: int, n_all: int) -> str | None:
+    """Why a type embedding of this width, learnt from indices of species, cannot be extended; None where it can."""
+    if not any(width in (n, 2 * n) for n in (n_old, n_all)):
+        return None
+    return f"its type embedding of width {width} cannot be extended from {n_old} to {n_all} species; train a new model."
 
 
 FEW = 256

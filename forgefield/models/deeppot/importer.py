@@ -6,7 +6,7 @@ Anything without a counterpart here is refused, never dropped.
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +17,7 @@ from torch import Tensor
 
 from forgefield.errors import ForgefieldError
 from forgefield.models.building import build_model
-from forgefield.models.deeppot import deepmd_attention
+from forgefield.models.deeppot.deepmd_descriptors import cutoff_of_tree, descriptor_from_tree
 from forgefield.models.deeppot.deepmd_files import read_tree
 from forgefield.models.deeppot.deepmd_networks import (
     HARMLESS,
@@ -26,7 +26,6 @@ from forgefield.models.deeppot.deepmd_networks import (
     Arrays,
     Tree,
     fitting_from_tree,
-    one_per_centre,
     parameter_options,
     refuse,
     stacked_state,
@@ -73,17 +72,14 @@ def _assemble(path: Path, tree: Tree) -> ImportedModel:
         )
     species = _species(path, model["type_map"])
     descriptor, fitting = model["descriptor"], model["fitting"]
-    if descriptor["type"] not in _DESCRIPTORS:
-        raise ForgefieldError(
-            f"{path} has the descriptor {descriptor['type']}; supported are {', '.join(_DESCRIPTORS)}."
-        )
     if fitting["type"] not in ("ener", *TYPES):
         supported = ", ".join(("ener", *TYPES))
         raise ForgefieldError(f"{path} has a fitting network of type {fitting['type']}; supported are {supported}.")
     excluded = [int(number) for number in model.get("atom_exclude_types", [])]
     biases: Tree = {}
     try:
-        of_descriptor, weights = _DESCRIPTORS[descriptor["type"]](descriptor, len(species))
+        of_descriptor, described = descriptor_from_tree(descriptor, len(species))
+        weights = {f"descriptor.{name}": value for name, value in described.items()}
         if fitting["type"] == "ener":
             of_fitting, fitting_weights = _energy_fitting(fitting, excluded)
             biases = {"out_bias": _energy_bias(model, fitting, len(species))}
@@ -100,9 +96,10 @@ def _assemble(path: Path, tree: Tree) -> ImportedModel:
         **biases,
         **table,
     }
-    resolved = resolve_model(section, species=species, cutoff=float(descriptor["rcut"]))
-    precision = "float64" if "float64" in (of_descriptor["precision"], of_fitting["precision"]) else "float32"
-    state = _fill(path, build_model(resolved, precision=precision, seed=0).state_dict(), weights | fitting_weights)
+    resolved = resolve_model(section, species=species, cutoff=cutoff_of_tree(descriptor))
+    weights |= fitting_weights
+    precision = "float64" if any(array.dtype == np.float64 for array in weights.values()) else "float32"
+    state = _fill(path, build_model(resolved, precision=precision, seed=0).state_dict(), weights)
     version = tree.get("version", "of unknown version")
     return ImportedModel(
         resolved,
@@ -148,43 +145,6 @@ def _fill(path: Path, shapes: Mapping[str, Tensor], weights: Arrays) -> dict[str
     if missing:
         raise ForgefieldError(f"{path} does not contain the weights of {missing[0]}.")
     return state
-
-
-def _two_body(section: Tree, n_species: int) -> tuple[Tree, Arrays]:
-    """Options and weights of se_e2_a and se_e2_r."""
-    refuse("descriptor", section, {"spin": (), "compress": ()})
-    variables = section["@variables"]
-    same = ("rcut_smth", "neuron", "resnet_dt", "type_one_side", "set_davg_zero", "activation_function", "trainable")
-    if not isinstance(section["trainable"], bool):
-        section = section | {"trainable": bool(np.all(section["trainable"]))}
-    options = {key: section[key] for key in same}
-    options |= {
-        "type": {"se_a": "se_e2_a", "se_r": "se_e2_r"}.get(section["type"], section["type"]),
-        "sel": [int(number) for number in section["sel"]],
-        "precision": section["precision"],
-        "exclude_types": [list(pair) for pair in section["exclude_types"]],
-        "env_protection": float(section.get("env_protection", 0.0)),
-        "davg": one_per_centre("davg", variables["davg"]),
-        "dstd": one_per_centre("dstd", variables["dstd"]),
-    }
-    if options["type"] == "se_e2_a":
-        options["axis_neuron"] = section["axis_neuron"]
-    networks = section["embeddings"]["networks"]
-    if not section["type_one_side"]:  # here they are numbered by centre, then neighbour
-        networks = [networks[b * n_species + a] for a in range(n_species) for b in range(n_species)]
-    return options, stacked_state("descriptor.networks", networks)
-
-
-def _attention(section: Tree, n_species: int) -> tuple[Tree, Arrays]:
-    """Options and weights of se_atten and se_atten_v2."""
-    options, state = deepmd_attention.attention_from_tree(section)
-    return options, {f"descriptor.{name}": value for name, value in state.items()}
-
-
-_DESCRIPTORS: dict[str, Callable[[Tree, int], tuple[Tree, Arrays]]] = {
-    **dict.fromkeys(("se_e2_a", "se_a", "se_e2_r", "se_r"), _two_body),
-    **dict.fromkeys(deepmd_attention.TYPES, _attention),
-}
 
 
 def _energy_fitting(section: Tree, excluded: list[int]) -> tuple[Tree, Arrays]:

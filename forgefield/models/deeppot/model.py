@@ -48,6 +48,9 @@ from forgefield.models.edges import Batch, EdgeContext
 from forgefield.models.interface import DirectOutput, LastLayer, RegisteredModel
 from forgefield.ops.graph import EdgeGraph, Segments, gather, join
 
+DESCRIPTOR_SECTIONS = ("descriptor", "descriptor.list")
+"""Where options of descriptors are: in the section, or in those of the parts of a hybrid."""
+
 
 class DeepPot(RegisteredModel[DeepPotOptions]):
     """Atomic energies from edge vectors, or the outputs of another fitting network. Built from resolved options."""
@@ -57,12 +60,12 @@ class DeepPot(RegisteredModel[DeepPotOptions]):
     shift_option = "out_bias"
     fits_shifts_to_new_energies = True
     species_options = {
-        "pair_exclude_types": "pairs", "descriptor.exclude_types": "pairs", "atom_exclude_types": "indices",
-        "out_bias": "rows", "fitting_net.atom_ener": "rows", "descriptor.sel": "rows", "descriptor.davg": "rows",
-        "descriptor.dstd": "rows", "descriptor.most_neighbours": "rows",
+        "pair_exclude_types": "pairs", "atom_exclude_types": "indices", "out_bias": "rows", "fitting_net.atom_ener": "rows",
+        **{f"{part}.exclude_types": "pairs" for part in DESCRIPTOR_SECTIONS},
+        **{f"{part}.{key}": "rows" for part in DESCRIPTOR_SECTIONS for key in ("sel", "davg", "dstd", "most_neighbours")},
     }  # fmt: skip
-    seed_options = ("descriptor.seed", "fitting_net.seed")
-    training_options = ("descriptor.trainable", "fitting_net.trainable")
+    seed_options = (*(f"{part}.seed" for part in DESCRIPTOR_SECTIONS), "fitting_net.seed")
+    training_options = (*(f"{part}.trainable" for part in DESCRIPTOR_SECTIONS), "fitting_net.trainable")
     out_bias: Tensor
     pair_seen: Tensor
     atom_seen: Tensor
@@ -158,7 +161,9 @@ class DeepPot(RegisteredModel[DeepPotOptions]):
     @classmethod
     def equivalent(cls, name: str, one: object, other: object, section: Mapping[str, Any]) -> bool:
         """`sel` of se_atten is a number of neighbours of any species, or a list of which only the sum matters."""
-        if name != "descriptor.sel" or section.get("type") not in ("se_atten", "se_atten_v2"):
+        if not name.startswith("descriptor.") or not name.endswith(".sel"):
+            return False
+        if section.get("type") not in ("se_atten", "se_atten_v2"):
             return False
         first, second = (sum(value) if isinstance(value, list) else value for value in (one, other))
         return bool(first == second)

@@ -26,10 +26,16 @@ PRECISIONS = ("default", "float32", "float64")
 
 
 @dataclass
-class DescriptorOptions:
-    """Options that all descriptors have."""
+class AnyDescriptorOptions:
+    """Base of the options of all descriptors."""
 
     type: str = ""
+
+
+@dataclass
+class DescriptorOptions(AnyDescriptorOptions):
+    """Options of descriptors with networks."""
+
     exclude_types: list[list[int]] = field(default_factory=list)
     """Pairs of species, by index, that do not see each other."""
     activation_function: str = "tanh"
@@ -342,6 +348,7 @@ DESCRIPTORS = {
     "se_e2_r": "se_e2.SeE2R",
     "se_atten": "se_atten.SeAtten",
     "se_atten_v2": "se_atten.SeAttenV2",
+    "hybrid": "hybrid.Hybrid",
 }
 """Where the class of each descriptor is; it has `Options` and `complete`."""
 FITTINGS = {
@@ -362,10 +369,12 @@ _NOT_APPLICABLE = {
 }
 
 
-def descriptor_part(section: Mapping[str, Any]) -> tuple[type[Descriptor[Any]], DescriptorOptions]:
-    """Class and options of the section `model.descriptor`."""
-    descriptor_class: type[Descriptor[Any]] = _class(section, "model.descriptor", "se_e2_a", DESCRIPTORS)
-    options: DescriptorOptions = _options(descriptor_class.Options, section, "model.descriptor", "se_e2_a")
+def descriptor_part(
+    section: Mapping[str, Any], where: str = "model.descriptor"
+) -> tuple[type[Descriptor[Any]], AnyDescriptorOptions]:
+    """Class and options of the section `model.descriptor`, or of a part of it. where: its key."""
+    descriptor_class: type[Descriptor[Any]] = _class(section, where, "se_e2_a", DESCRIPTORS)
+    options: AnyDescriptorOptions = _options(descriptor_class.Options, section, where, "se_e2_a")
     return descriptor_class, options
 
 

@@ -32,12 +32,13 @@ from forgefield.models.deeppot.descriptor import (
     environment_rows,
     occupations,
     pick_rows,
+    refuses_types,
     switch,
 )
 from forgefield.models.deeppot.networks import Groups, Networks
 from forgefield.models.deeppot.options import AngularOptions, excluded_kinds
 from forgefield.models.deeppot.row_statistics import RowStatistics, embedding_statistics
-from forgefield.models.deeppot.se_e2 import DTYPES, SeE2A, complete_rows
+from forgefield.models.deeppot.se_e2 import DTYPES, SeE2A, complete_rows, extended_rows
 from forgefield.models.edges import Batch, EdgeContext
 from forgefield.models.options import check_values
 from forgefield.ops.graph import EdgeGraph, barrier, cut, is_traced, join
@@ -268,6 +269,16 @@ class SeAtten(Descriptor[SeAttenOptions | SeAttenV2Options]):
     ) -> SeAttenOptions | SeAttenV2Options:
         """Options with davg, dstd, neighbour_norm and max_neighbours."""
         return complete_options(options, species, cutoff, statistics)
+
+    @classmethod
+    def refuses_species(cls, options: SeAttenOptions | SeAttenV2Options, n_old: int, n_all: int) -> str | None:
+        return refuses_types(options.tebd_dim, n_old, n_all) if not options.use_econf_tebd else None
+
+    @classmethod
+    def extended(
+        cls, options: SeAttenOptions | SeAttenV2Options, n_old: int, measured: Mapping[str, Any]
+    ) -> SeAttenOptions | SeAttenV2Options:
+        return extended_rows(options, n_old, measured)
 
     def forward(self, batch: Batch, edges: EdgeContext, mask: Tensor | None = None) -> tuple[Tensor, Tensor | None]:
         options, table, graph = self.options, self.type_embedding(), edges.graph

@@ -147,6 +147,19 @@ class TwoBodyDescriptor(Descriptor[OptionsT]):
         """Options with davg, dstd and neighbour_norm."""
         return complete_rows(options, cls.columns, species=species, cutoff=cutoff, statistics=statistics)
 
+    @classmethod
+    def refuses_species(cls, options: OptionsT, n_old: int, n_all: int) -> str | None:
+        if not isinstance(options.sel, list):
+            return None
+        return (
+            f"its descriptor {options.type} has slots for neighbours of its species only (sel); train a new model, without sel "
+            "or with se_atten."
+        )
+
+    @classmethod
+    def extended(cls, options: OptionsT, n_old: int, measured: Mapping[str, Any]) -> OptionsT:
+        return extended_rows(options, n_old, measured)
+
     def edge_kinds(self, species: Tensor, graph: EdgeGraph) -> tuple[Tensor, Tensor, Tensor]:
         """Of every edge: species of centre and neighbour, and both as one number, centre first; each (n_edges,) int64."""
         centre, neighbour = species.index_select(0, graph.destination), species.index_select(0, graph.source)
@@ -222,6 +235,22 @@ def complete_rows(
         mean = environment.get("mean_neighbours", statistics.get("mean_neighbours"))
         filled["neighbour_norm"] = float(sum(sel)) if sel is not None else max(float(mean or 0.0), 1.0)
     return dataclasses.replace(options, **filled)
+
+
+def extended_rows(options: OptionsT, n_old: int, measured: Mapping[str, Any]) -> OptionsT:
+    """Options with statistics of rows around species after the first `n_old`. measured: statistics of all species."""
+    assert options.davg is not None
+    assert options.dstd is not None
+    davg, dstd = ([list(row) for row in measured[key][n_old:]] for key in ("davg", "dstd"))
+    if options.set_davg_zero:
+        davg = [[0.0] * len(row) for row in davg]
+    most = options.most_neighbours
+    return dataclasses.replace(
+        options,
+        davg=[*options.davg, *davg],
+        dstd=[*options.dstd, *dstd],
+        most_neighbours=[*most, *measured["max_neighbours"][n_old:]] if most else most,
+    )
 
 
 class SeE2A(TwoBodyDescriptor[SeE2AOptions]):

@@ -22,7 +22,7 @@ from torch import Tensor
 from forgefield.config.nearest import did_you_mean
 from forgefield.errors import ForgefieldError
 from forgefield.models.deeppot.fitting import Fitting
-from forgefield.models.deeppot.options import fitting_part
+from forgefield.models.deeppot.options import descriptor_part, fitting_part
 from forgefield.models.interface import unknown_species
 
 KEYS = ("fitting_net", "out_bias", "share")
@@ -151,20 +151,11 @@ def require_extensible(resolved: Mapping[str, Any], new: Sequence[str], source: 
         raise ForgefieldError(
             f"{problem}it has heads in addition to its energy, for its species only; train a new model."
         )
-    descriptor = resolved["descriptor"]
-    if descriptor["type"].startswith("se_e2") and isinstance(descriptor["sel"], list):
-        raise ForgefieldError(
-            f"{problem}its descriptor {descriptor['type']} has slots for neighbours of its species only (sel); train a new "
-            "model, without sel or with se_atten."
-        )
-    counts = (len(resolved["species"]), len(resolved["species"]) + len(new))
-    if descriptor["type"].startswith("se_atten") and not descriptor["use_econf_tebd"]:
-        width = descriptor["tebd_dim"]
-        if any(width in (n, 2 * n) for n in counts):
-            raise ForgefieldError(
-                f"{problem}its type embedding of width {width} cannot be extended from {counts[0]} to {counts[1]} "
-                "species; train a new model."
-            )
+    descriptor_class, descriptor = descriptor_part(resolved["descriptor"])
+    n_old = len(resolved["species"])
+    refusal = descriptor_class.refuses_species(descriptor, n_old, n_old + len(new))
+    if refusal is not None:
+        raise ForgefieldError(f"{problem}{refusal}")
     if resolved.get("srtab") is not None:
         raise ForgefieldError(f"{problem}its pair table has no energies for them; train a new model.")
 
@@ -175,14 +166,8 @@ def extended_options(resolved: Mapping[str, Any], new: Sequence[str], measured: 
     n = len(options["species"])
     options["species"] = [*options["species"], *new]
     options["out_bias"] = [*options["out_bias"], *[0.0] * len(new)]
-    descriptor = options["descriptor"]
-    for key in ("davg", "dstd"):
-        rows = [list(row) for row in measured[key][n:]]
-        if key == "davg" and descriptor.get("set_davg_zero"):
-            rows = [[0.0] * len(row) for row in rows]
-        descriptor[key] = [*descriptor[key], *rows]
-    if descriptor.get("most_neighbours"):
-        descriptor["most_neighbours"] = [*descriptor["most_neighbours"], *measured["max_neighbours"][n:]]
+    descriptor_class, descriptor = descriptor_part(options["descriptor"])
+    options["descriptor"] = dataclasses.asdict(descriptor_class.extended(descriptor, n, measured))
     if options["fitting_net"]["atom_ener"]:
         options["fitting_net"]["atom_ener"] = [*options["fitting_net"]["atom_ener"], *[None] * len(new)]
     return options
@@ -207,6 +192,7 @@ def extended_state(fresh: Mapping[str, Tensor], old: Mapping[str, Tensor], n_old
 
 def _rows_in_new_table(name: str, count: int, n_old: int, n_new: int) -> list[int]:
     """Indices of the old entries along the first axis of an extended tensor."""
-    if count == n_old * n_old and name.startswith("model.descriptor.networks.") and n_old > 1:
+    of_pairs = name.startswith("model.descriptor.") and ".networks." in name
+    if of_pairs and count == n_old * n_old and n_old > 1:
         return [a * (n_old + n_new) + b for a in range(n_old) for b in range(n_old)]
     return list(range(count))

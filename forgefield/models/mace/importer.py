@@ -20,13 +20,14 @@ from forgefield.models.building import build_model
 from forgefield.models.importing import ImportedModel, Importer, ImportRequest
 from forgefield.models.mace.basis import full_tensor, map_of_tensor
 from forgefield.models.mace.model import MACE
-from forgefield.models.mace.records import content_of, irreps_text
+from forgefield.models.mace.records import content_of
 from forgefield.models.mace.weights import bessel_prefactor, contraction_weights, weight_table
+from forgefield.models.module_records import irreps_text
 from forgefield.models.resolving import resolve_model
 from forgefield.ops.symmetric_contraction import Irrep
 from forgefield.untrusted.archives import npz_arrays
 from forgefield.untrusted.documents import load_json
-from forgefield.untrusted.safe_pickle import Record, read_torch_records
+from forgefield.untrusted.torch_files import Record, read_torch_records
 
 INTERACTIONS = {
     "RealAgnosticInteractionBlock": "plain",

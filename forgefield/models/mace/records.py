@@ -5,7 +5,7 @@ Options are named as the arguments of mace-torch's constructors, so that a file 
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +14,8 @@ from torch import Tensor
 
 from forgefield.errors import ForgefieldError
 from forgefield.models.mace.weights import bessel_prefactor
-from forgefield.untrusted.safe_pickle import Record
+from forgefield.models.module_records import attribute, children_of, class_name, irreps_text, tensors_of
+from forgefield.untrusted.torch_files import Record
 
 MODELS = ("ScaleShiftMACE", "MACE")
 _RADIAL = {"BesselBasis": "bessel", "GaussianBasis": "gaussian", "ChebychevBasis": "chebyshev"}
@@ -24,12 +25,6 @@ _FLAGS = {
     "use_last_readout_only": False, "use_edge_irreps_first": False,
 }  # fmt: skip
 """Attributes of the module, and what they mean where an older version did not have them."""
-
-
-def class_name(value: object) -> str:
-    """Name of the class of a record, or of a class or function that is stored itself."""
-    origin = getattr(value, "origin", "")
-    return str(origin).rpartition(".")[2]
 
 
 def content_of(path: Path, module: Record) -> tuple[dict[str, Any], dict[str, Tensor], str]:
@@ -82,28 +77,28 @@ def settings_of(path: Path, module: Record) -> dict[str, Any]:
         raise ForgefieldError(
             f"{path} contains a {name or type(module).__name__}; {' and '.join(MODELS)} can be imported."
         )
-    parts = _children(module)
+    parts = children_of(module)
     for part, argument in (("joint_embedding", "embedding_specs"), ("embedding_readout", "use_embedding_readout")):
         if part in parts:
             raise ForgefieldError(f"{path}: the model was made with {argument}, which is not supported.")
     interactions, products, readouts = (
-        list(_children(parts[key]).values()) for key in ("interactions", "products", "readouts")
+        list(children_of(parts[key]).values()) for key in ("interactions", "products", "readouts")
     )
     _require_e3nn(path, [*interactions, *products])
-    radial = _children(parts["radial_embedding"])
+    radial = children_of(parts["radial_embedding"])
     first, last = (
-        irreps_text(_children(product)["linear"].state["irreps_out"]) for product in (products[0], products[-1])
+        irreps_text(children_of(product)["linear"].state["irreps_out"]) for product in (products[0], products[-1])
     )
     readout = readouts[-1]
     settings: dict[str, Any] = {
         "model": name,
         "num_interactions": len(interactions),
-        "max_ell": int(_attribute(path, parts["spherical_harmonics"], "_lmax")),
+        "max_ell": int(attribute(path, parts["spherical_harmonics"], "_lmax")),
         "interaction_cls_first": class_name(interactions[0]),
         "interaction_cls": class_name(interactions[-1]),
         "hidden_irreps": first,
         "keep_last_layer_irreps": len(products) > 1 and "+" in first and last == first,
-        "avg_num_neighbors": float(_attribute(path, interactions[0], "avg_num_neighbors")),
+        "avg_num_neighbors": float(attribute(path, interactions[0], "avg_num_neighbors")),
         "radial_type": _RADIAL.get(class_name(radial["bessel_fn"]), class_name(radial["bessel_fn"])),
         "distance_transform": None,
         "pair_repulsion": "pair_repulsion_fn" in parts,
@@ -122,52 +117,12 @@ def settings_of(path: Path, module: Record) -> dict[str, Any]:
     return settings
 
 
-def tensors_of(module: Record, prefix: str = "") -> Iterator[tuple[str, Tensor]]:
-    """Parameters and buffers of a module by name, as `state_dict` has them."""
-    for group in ("_parameters", "_buffers"):
-        for name, value in (module.state.get(group) or {}).items():
-            if isinstance(value, Tensor):
-                yield f"{prefix}{name}", value
-    for name, child in _children(module).items():
-        yield from tensors_of(child, f"{prefix}{name}.")
-
-
-def irreps_text(value: object) -> str:
-    """Irreps as text, `128x0e+128x1o`, from a record of e3nn's class or from text."""
-    if isinstance(value, str):
-        return value.replace(" ", "")
-    parts = []
-    for entry in value.args[0] if isinstance(value, Record) else ():
-        mul, irrep = entry.args[0] if len(entry.args) == 1 else entry.args
-        l, p = irrep.args[0] if len(irrep.args) == 1 else irrep.args
-        parts.append(f"{int(mul)}x{int(l)}{'e' if p == 1 else 'o'}")
-    return "+".join(parts)
-
-
-def _children(module: Record) -> dict[str, Record]:
-    state = module.state if isinstance(module.state, Mapping) else {}
-    children = state.get("_modules") or {}
-    return {
-        str(name): child
-        for name, child in children.items()
-        if isinstance(child, Record) and isinstance(child.state, Mapping)
-    }
-
-
-def _attribute(path: Path, module: Record, name: str) -> Any:
-    if name not in module.state:
-        raise ForgefieldError(
-            f"{path}: {class_name(module)} has no attribute {name}; the file is not of a supported version."
-        )
-    return module.state[name]
-
-
 def _gate(readout: Record) -> str | None:
     """Name of the activation of the last readout."""
-    activation = _children(readout).get("non_linearity")
+    activation = children_of(readout).get("non_linearity")
     if activation is None:
         return "silu"  # a linear readout has none
-    acts = list(_children(_children(activation)["acts"]).values()) if "acts" in _children(activation) else []
+    acts = list(children_of(children_of(activation)["acts"]).values()) if "acts" in children_of(activation) else []
     if not acts:
         return None
     function = acts[0].state.get("f")

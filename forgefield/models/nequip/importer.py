@@ -1,4 +1,4 @@
-"""Reads models trained with the NequIP framework: a Lightning checkpoint, or a state dict with a file of options next to it.
+"""Reads models trained with the NequIP framework: checkpoints, packages, and state dicts with a file of options next to them.
 
 The differences between its architectures (names of options and weights, order of numbers) are in an `Architecture`; everything
 else is shared. Anything without a counterpart in Forgefield's models is refused, never dropped. Nothing in a file is executed.
@@ -9,93 +9,50 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import torch
-from ase.data import atomic_numbers
 from torch import Tensor
 
+from forgefield.config.nequip.full_model import FULL_MODEL, options_of_all_layers
 from forgefield.errors import ForgefieldError
 from forgefield.models.building import build_model
 from forgefield.models.importing import ImportedModel, Importer, ImportRequest
+from forgefield.models.nequip.architecture import SHARED_OPTIONS, Architecture
 from forgefield.models.nequip.importer_checks import (
     CUTOFF,
     apply_modifiers,
     check_constants,
     cutoff_in_file,
     describe_checks,
-    match_averages,
 )
+from forgefield.models.nequip.modules import nequip_settings_of_modules
+from forgefield.models.nequip.saved import PACKAGE, SavedModel, model_tensors, read_saved
+from forgefield.models.nequip.types_and_units import ModelUnits, in_ev_and_angstrom, with_elements
 from forgefield.models.resolving import resolve_model
 from forgefield.untrusted.archives import npz_arrays
 from forgefield.untrusted.documents import load_json
-from forgefield.untrusted.safe_pickle import Foreign, read_torch_file
+from forgefield.untrusted.torch_files import Foreign, read_torch_file
 
-SHARED_OPTIONS = {
-    "num_layers": "num_layers",
-    "l_max": "l_max",
-    "parity": "parity",
-    "per_edge_type_cutoff": "per_edge_type_cutoff",
-    "avg_num_neighbors": "avg_num_neighbours",
-    "per_type_energy_scales": "energy_scales",
-    "per_type_energy_shifts": "energy_shifts",
-    "per_type_energy_scales_trainable": "energy_scales_trainable",
-    "per_type_energy_shifts_trainable": "energy_shifts_trainable",
-    "readout_mlp_hidden_layers_depth": "readout_mlp_depth",
-    "readout_mlp_hidden_layers_width": "readout_mlp_width",
-    "readout_mlp_nonlinearity": "readout_mlp_nonlinearity",
-}
-"""Options that all architectures of the framework have, and Forgefield's names of them."""
 _WITHOUT_EFFECT = ("_target_", "seed", "compile_mode", "do_derivatives", "model_dtype", "type_names", "r_max")
 _CONSTANTS = {"model.energy_scales", "model.energy_shifts", "model.bessel_frequencies"}
 """State that follows from the options if it is not in the file."""
 
 
-def _unchanged(name: str, value: Tensor, resolved: Mapping[str, Any]) -> Tensor:
-    return value
-
-
-@dataclass(frozen=True)
-class Architecture:
-    """How models of one architecture of the framework are converted.
-
-    name: of Forgefield's model.
-    title: for messages.
-    builders: its `_target_`s, the default one first.
-    embedding: the weight by which the architecture is recognised.
-    derived: state that follows from the options.
-    renamed: names of options in the framework and in Forgefield.
-    refused_unless: options without a counterpart, and the value that has no effect.
-    weight_name: from the framework's name of a weight to Forgefield's, None for an unknown weight.
-    translate: (file, option, value) -> Forgefield's options, for options that are not only renamed; None for an unknown option.
-    arrange: (Forgefield's name, weight, resolved options) -> the weight in Forgefield's order.
-    """
-
-    name: str
-    title: str
-    builders: tuple[str, ...]
-    embedding: re.Pattern[str]
-    derived: re.Pattern[str]
-    renamed: Mapping[str, str]
-    weight_name: Callable[[str], str | None]
-    translate: Callable[[Path, str, object], dict[str, Any] | None]
-    refused_unless: Mapping[str, Any]
-    arrange: Callable[[str, Tensor, Mapping[str, Any]], Tensor] = _unchanged
-
-
 class FrameworkImporter(Importer):
     """Reads models of one architecture of the framework."""
 
-    accepts = ("options", "weights")
+    accepts = ("options", "weights", "species", "energy_unit", "length_unit")
 
     def __init__(self, kind: Architecture) -> None:
         self.kind = kind
 
     def read(self, request: ImportRequest) -> ImportedModel:
-        return read_model(self.kind, request.source, request.options, request.weights or "ema")
+        units = ModelUnits(request.energy_unit, request.length_unit)
+        return read_model(self.kind, request.source, request.options, request.weights or "ema", request.species, units)
 
 
 def read_model(
@@ -103,74 +60,54 @@ def read_model(
     path: str | os.PathLike[str],
     options: str | os.PathLike[str] | None = None,
     weights: str = "ema",
+    species: Sequence[str] | None = None,
+    units: ModelUnits | None = None,
 ) -> ImportedModel:
-    """Model in a checkpoint (.ckpt) or state dict (.pt, .pth, .npz).
+    """Model in a checkpoint (.ckpt), package (.nequip.zip) or state dict (.pt, .pth, .npz).
 
-    A state dict needs `options`, a JSON file with the `model` section it was built from; default: the same name with
-    `.json`. `weights`: `ema` takes the averaged weights where the checkpoint has them, `raw` the last ones.
+    options: for a state dict, a JSON file with the `model` section it was built from; default: the same name with `.json`.
+    For a model that was trained from another file, that checkpoint or package, if it is not where it was.
+    weights: `ema` takes the averaged weights where the checkpoint has them, `raw` the last ones.
+    species: chemical symbols of the types, in their order, where type names are not chemical symbols.
+    units: of energies and lengths of the model.
     """
     path = Path(path)
     if weights not in ("ema", "raw"):
         raise ForgefieldError(f"weights is '{weights}'; choose ema or raw.")
-    if path.name.endswith(".nequip.zip"):
-        raise ForgefieldError(
-            f"{path}: packages of NequIP contain code that would have to be executed, so they are not read; import the "
-            "checkpoint (.ckpt) from which `nequip-package build` made it."
-        )
+    saved = _read(kind, path, None if options is None else Path(options), weights)
+    saved = replace(saved, settings=_for_all_layers(path, saved.settings))
+    saved, names = with_elements(path, saved, species)
+    saved, converted = in_ev_and_angstrom(kind, path, saved, units or ModelUnits())
+    imported = _assemble(kind, path, saved.settings, saved.tensors)
+    checked = " ".join(filter(None, (imported.checked, names, converted)))
+    return replace(imported, origin=f"{path.name}: {saved.origin}", checked=checked)
+
+
+def _read(kind: Architecture, path: Path, options: Path | None, weights: str) -> SavedModel:
     if path.suffix == ".npz":
-        tensors, settings = _read_npz(path), _read_options(kind, path, options)
+        tensors: Mapping[str, Any] = _read_npz(path)
+    elif path.name.endswith(PACKAGE):
+        if options is not None:
+            raise ForgefieldError(f"{path}: a package has all options of its model; leave --options out.")
+        return read_saved(kind, path, weights)
     else:
-        content = read_torch_file(path)
-        if not isinstance(content, Mapping):
+        tensors = read_torch_file(path)
+        if not isinstance(tensors, Mapping):
             raise ForgefieldError(f"{path} is neither a checkpoint nor a state dict.")
-        if "state_dict" in content and "hyper_parameters" in content:
-            return _from_checkpoint(kind, path, content, weights)
-        tensors, settings = dict(content), _read_options(kind, path, options)
-    return _assemble(kind, path, settings, _model_tensors(kind, path, tensors))
+        if "state_dict" in tensors and "hyper_parameters" in tensors:
+            return read_saved(kind, path, weights, options)
+    settings = _read_options(kind, path, options)
+    return SavedModel(dict(settings), model_tensors(kind, path, tensors), f"{kind.title} state dict")
 
 
-def _from_checkpoint(kind: Architecture, path: Path, content: Mapping[str, Any], weights: str) -> ImportedModel:
-    hyper = content["hyper_parameters"]
-    versions = hyper.get("info_dict", {}).get("versions", {})
-    version = versions.get(kind.name, versions.get("nequip", "unknown"))
-    settings = hyper.get("model")
-    if not isinstance(settings, Mapping):
-        raise ForgefieldError(f"{path} does not contain the options of its model (hyper_parameters.model).")
-    settings = apply_modifiers(path, settings)
-    state = content["state_dict"]
-    tensors = _model_tensors(kind, path, state)
-    averages = sorted((int(key.rsplit("_", 1)[1]), key) for key in state if key.startswith("ema.ema_weight_"))
-    extra = state.get("ema._extra_state", {})
-    average_is_apart = not isinstance(extra, Mapping) or extra.get("is_holding_ema_weights", True)
-    if averages and average_is_apart == (weights == "ema"):
-        averaged = match_averages(path, tensors, [state[name] for _, name in averages], settings)
-    else:
-        averaged = {}
-    imported = _assemble(kind, path, settings, tensors | averaged)
-    which = ("averaged" if weights == "ema" else "last") if averages else "last"
-    origin = f"{path.name}: {kind.title} {version}, {which} weights"
-    return replace(imported, origin=origin)
-
-
-def _model_tensors(kind: Architecture, path: Path, state: Mapping[str, Any]) -> dict[str, Tensor]:
-    """State of the energy network by the framework's module names, without what follows from the options."""
-    tensors: dict[str, Tensor] = {}
-    for key, value in state.items():
-        if not isinstance(value, Tensor) or key.startswith(("ema.", "loss.", "run_stage")) or "metrics" in key:
-            continue
-        name = re.sub(r"^(weight/)?(model\.)*(sole_model\.)?(model\.)*(func\.)*", "", key)
-        if name == CUTOFF:
-            tensors[name] = value
-            continue
-        if kind.derived.fullmatch(name):
-            if value.numel() and name.endswith((".bias", "tp.weight", "mul.weight", "multiplier.weight")):
-                raise ForgefieldError(f"{path}: {key} has weights that this kind of model does not have.")
-            continue
-        if value.numel() or not name.startswith("per_type_energy_scale_shift."):  # empty where there is no such term
-            tensors[name] = value
-    if not any(kind.embedding.fullmatch(name) for name in tensors):
-        raise ForgefieldError(f"{path} does not contain a {kind.title} model (it has no embedding of species).")
-    return tensors
+def _for_all_layers(path: Path, settings: dict[str, Any]) -> dict[str, Any]:
+    """Options of `NequIPGNNModel` in place of those of `FullNequIPGNNModel`."""
+    if str(settings.get("_target_", "")).rsplit(".", 1)[-1] != FULL_MODEL:
+        return settings
+    try:
+        return options_of_all_layers(settings) | {"_target_": "nequip.model.NequIPGNNModel"}
+    except ValueError as error:
+        raise ForgefieldError(f"{path}: {error}.") from error
 
 
 def _assemble(
@@ -203,7 +140,7 @@ def _assemble(
             raise ForgefieldError(f"{path} does not contain the weights of {name}.")
         state.setdefault(name, value)
     checked = describe_checks(sum(value.numel() for value in tensors.values()), [*reach, *constants])
-    return ImportedModel(resolved, state, precision, f"{path.name}: {kind.title} state dict", checked)
+    return ImportedModel(resolved, state, precision, path.name, checked)
 
 
 def translate_options(
@@ -217,9 +154,6 @@ def translate_options(
         if key not in settings:
             raise ForgefieldError(f"{path}: the options do not contain {key}.")
     species = [str(name) for name in settings["type_names"]]
-    for name in species:
-        if name not in atomic_numbers:
-            raise ForgefieldError(f"{path}: atom type {name} is not a chemical symbol.")
     section: dict[str, Any] = {"name": kind.name}
     for key, value in settings.items():
         section |= _translate_option(kind, path, key, value, species)
@@ -271,8 +205,8 @@ def _read_npz(path: Path) -> dict[str, Tensor]:
         raise ForgefieldError(f"{path} cannot be read: {error}.") from error
 
 
-def _read_options(kind: Architecture, path: Path, options: str | os.PathLike[str] | None) -> Mapping[str, Any]:
-    where = path.with_suffix(".json") if options is None else Path(options)
+def _read_options(kind: Architecture, path: Path, options: Path | None) -> Mapping[str, Any]:
+    where = path.with_suffix(".json") if options is None else options
     try:
         settings = load_json(where.read_text())
     except FileNotFoundError as error:
@@ -310,10 +244,14 @@ _DERIVED = re.compile(
 
 
 def read_nequip(
-    path: str | os.PathLike[str], options: str | os.PathLike[str] | None = None, weights: str = "ema"
+    path: str | os.PathLike[str],
+    options: str | os.PathLike[str] | None = None,
+    weights: str = "ema",
+    species: Sequence[str] | None = None,
+    units: ModelUnits | None = None,
 ) -> ImportedModel:
     """Model in a file of NequIP; see `read_model`."""
-    return read_model(NEQUIP, path, options, weights)
+    return read_model(NEQUIP, path, options, weights, species, units)
 
 
 def weight_name(name: str) -> str | None:
@@ -358,5 +296,7 @@ NEQUIP = Architecture(
     refused_unless={"learnable_shift": False, "categorical_graph_field_embed": None},
     weight_name=weight_name,
     translate=_translate,
+    describe=nequip_settings_of_modules,
+    radial=re.compile(r"layer\d+_convnet\.conv\.edge_mlp\.mlp\.(weights\.)?0(\.weight)?"),
 )
 IMPORTER = FrameworkImporter(NEQUIP)

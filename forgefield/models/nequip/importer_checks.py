@@ -31,11 +31,16 @@ _NEUTRAL = {
 _TERMS = ("scales", "shifts")
 
 
-def apply_modifiers(path: Path, settings: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Options of the model inside `modify` sections, with what the modifiers change; unknown modifiers are refused."""
-    if str(settings.get("_target_", "")).rsplit(".", 1)[-1] != "modify":
-        return settings
-    inner = dict(apply_modifiers(path, settings["model"]))
+def apply_modifiers(
+    path: Path, settings: Mapping[str, Any], base: Mapping[str, Any] | None = None
+) -> Mapping[str, Any]:
+    """Options of the model inside `modify` sections, with what the modifiers change; unknown modifiers are refused.
+
+    base: options of the model in another file, if the innermost section loads that.
+    """
+    if not _is_modification(settings):
+        return settings if base is None else base
+    inner = dict(apply_modifiers(path, settings["model"], base))
     modifiers = settings.get("modifiers") or []
     if isinstance(modifiers, Mapping):  # by name of the model; a file holds one
         modifiers = [modifier for of_model in modifiers.values() for modifier in of_model]
@@ -49,6 +54,18 @@ def apply_modifiers(path: Path, settings: Mapping[str, Any]) -> Mapping[str, Any
                 f"{SCALE_SHIFT} and {', '.join(sorted(_NEUTRAL))} can be imported."
             )
     return inner
+
+
+def builder_settings(settings: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Options of the builder inside `modify` sections, without what the modifiers change."""
+    while _is_modification(settings):
+        settings = settings["model"]
+    return settings
+
+
+def _is_modification(settings: Mapping[str, Any]) -> bool:
+    name = str(settings.get("_target_", "")).rsplit(".", 1)[-1]
+    return name == "modify" and isinstance(settings.get("model"), Mapping)
 
 
 def _scale_shift(path: Path, settings: Mapping[str, Any], modifier: Mapping[str, Any]) -> dict[str, Any]:
@@ -68,17 +85,30 @@ def _scale_shift(path: Path, settings: Mapping[str, Any], modifier: Mapping[str,
     return changed
 
 
+def schedule_free_averages(
+    path: Path, tensors: Mapping[str, Tensor], optimiser: Mapping[str, Any], settings: Mapping[str, Any]
+) -> dict[str, Tensor]:
+    """Averaged weights by name, from the weights and the state of a schedule-free optimiser.
+
+    In the middle of a training, the weights are y = beta x + (1 - beta) z: x is the average, z is in the state.
+    """
+    groups, state = optimiser["param_groups"], optimiser["state"]
+    if len(groups) != 1:
+        raise ForgefieldError(f"{path}: the weights were trained in {len(groups)} groups, which is not supported.")
+    group = groups[0]
+    if not group.get("train_mode", False) or not state:
+        return {}
+    beta = float(group["betas"][0] if "betas" in group else group["momentum"])
+    trained = _trained(path, tensors, len(group["params"]), settings)
+    ends = [state.get(index, {}).get("z") for index in group["params"]]  # none where there was no gradient
+    return {name: torch.lerp(tensors[name], end, 1 - 1 / beta) for name, end in zip(trained, ends) if end is not None}
+
+
 def match_averages(
     path: Path, tensors: Mapping[str, Tensor], averages: Sequence[Tensor], settings: Mapping[str, Any]
 ) -> dict[str, Tensor]:
     """Averaged weights by name. They are stored in the order of the parameters, which is that of the state."""
-    trained = [name for name in tensors if _is_parameter(name, settings)]
-    if len(trained) != len(averages):
-        constant = ", ".join(name for name in tensors if name not in trained) or "none"
-        raise ForgefieldError(
-            f"{path} has {len(averages)} averaged weights, and by its options {len(trained)} tensors are trained (not trained: "
-            f"{constant}). Options and weights are not of the same model; --weights raw imports the last weights."
-        )
+    trained = _trained(path, tensors, len(averages), settings)
     for name, average in zip(trained, averages):
         if average.shape != tensors[name].shape or average.dtype != tensors[name].dtype:
             raise ForgefieldError(
@@ -87,6 +117,18 @@ def match_averages(
                 "--weights raw imports the last weights."
             )
     return dict(zip(trained, averages))
+
+
+def _trained(path: Path, tensors: Mapping[str, Tensor], count: int, settings: Mapping[str, Any]) -> list[str]:
+    """Names of the tensors that are trained, of which there have to be `count` averages."""
+    trained = [name for name in tensors if _is_parameter(name, settings)]
+    if len(trained) != count:
+        constant = ", ".join(name for name in tensors if name not in trained) or "none"
+        raise ForgefieldError(
+            f"{path} has {count} averaged weights, and by its options {len(trained)} tensors are trained (not trained: "
+            f"{constant}). Options and weights are not of the same model; --weights raw imports the last weights."
+        )
+    return trained
 
 
 def _is_parameter(name: str, settings: Mapping[str, Any]) -> bool:

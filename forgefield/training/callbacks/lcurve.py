@@ -14,7 +14,6 @@ from typing import Any
 
 import lightning as L
 import torch
-from lightning.pytorch.callbacks import Callback
 from lightning.pytorch.utilities.types import STEP_OUTPUT
 from torch import Tensor
 
@@ -27,6 +26,7 @@ from forgefield.tasks.units import unit_of
 from forgefield.training.callbacks.logs import append_text, complete_lines
 from forgefield.training.module import TrainingModule, training_module
 from forgefield.training.optim.schedules import current_learning_rate
+from forgefield.training.step_loop import ObservesSteps
 from forgefield.training.trainer import is_quick
 
 LETTERS = {"energy": "e", "forces": "f", "virial": "v", "stress": "s"}
@@ -34,7 +34,7 @@ LETTERS = {"energy": "e", "forces": "f", "virial": "v", "stress": "s"}
 ERRORS = ("rmse", "mae")
 
 
-class LearningCurve(Callback):
+class LearningCurve(ObservesSteps):
     """Writes the learning curve of a training on frames.
 
     file: a file name in the run folder, or a path relative to the working directory.

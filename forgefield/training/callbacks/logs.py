@@ -28,6 +28,7 @@ from forgefield.training.callbacks.monitor import epoch_is_complete
 from forgefield.training.module import training_module
 from forgefield.training.optim.schedules import current_learning_rate
 from forgefield.training.run.summary import digits
+from forgefield.training.step_loop import ObservesSteps
 from forgefield.training.trainer import callbacks_of, is_quick
 
 if TYPE_CHECKING:
@@ -158,7 +159,7 @@ def complete_lines(path: Path) -> list[str]:
     return [line for line in text[: text.rfind("\n") + 1].splitlines() if line]
 
 
-class TensorBoardLog(Callback):
+class TensorBoardLog(ObservesSteps):
     """Writes TensorBoard events, on rank 0.
 
     folder: of the event files.
@@ -234,7 +235,7 @@ def tensorboard_writers(trainer: L.Trainer) -> list[SummaryWriter]:
     return [c.writer for c in callbacks_of(trainer) if isinstance(c, TensorBoardLog) and c.writer is not None]
 
 
-class StepLog(Callback):
+class StepLog(ObservesSteps):
     """Logs the loss and the learning rate of single steps.
 
     A loss is copied to the host without waiting for the device, and written when it has arrived.

@@ -15,13 +15,13 @@ from typing import TypeAlias
 
 import lightning as L
 import torch
-from lightning.pytorch.callbacks import Callback
 from lightning.pytorch.utilities.types import STEP_OUTPUT
 
 from forgefield.parallel.ranks import Ranks
 from forgefield.parallel.reductions import StepExchange
 from forgefield.parallel.strategies import SimpleDDPStrategy
 from forgefield.training.run.journal import Journal
+from forgefield.training.step_loop import ObservesSteps
 
 BEHIND = 1.3
 """A rank is reported if its work takes this many times as long as that of the median rank."""
@@ -50,7 +50,7 @@ class StepTimes:
         return self.data + self.compute + self.communication + self.update
 
 
-class Pace(Callback):
+class Pace(ObservesSteps):
     """Compares the speed of ranks. exchange: the message of every batch; waiting for it is not work of a rank."""
 
     def __init__(self, ranks: Ranks, journal: Journal, exchange: StepExchange | None = None) -> None:

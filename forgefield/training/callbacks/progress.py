@@ -28,6 +28,7 @@ from forgefield.text import can_redraw
 from forgefield.training.module import Throughput
 from forgefield.training.optim.schedules import current_learning_rate
 from forgefield.training.run.summary import digits
+from forgefield.training.step_loop import ObservesSteps
 from forgefield.training.trainer import callbacks_of
 
 if TYPE_CHECKING:
@@ -40,7 +41,7 @@ FIRST_LINES = 20
 _SHOWN = ("energy", "forces", "stress")
 
 
-class RunProgress(ProgressBar):
+class RunProgress(ObservesSteps, ProgressBar):
     """Shows the progress of a training.
 
     console: that of all other output, so that it appears above the display.

@@ -22,7 +22,6 @@ from typing import Any
 import lightning as L
 import numpy as np
 import torch
-from lightning.pytorch.callbacks import Callback
 
 from forgefield.errors import ForgefieldError
 from forgefield.parallel.accelerators import accelerator_random_state, set_accelerator_random_state
@@ -44,10 +43,11 @@ from forgefield.training.run.checkpoint import (
 )
 from forgefield.training.run.signals import StopControl, StopNow, StopRequested
 from forgefield.training.run.writer import BackgroundWriter
+from forgefield.training.step_loop import ObservesSteps
 from forgefield.training.trainer import training_loader
 
 
-class RunCheckpoint(Callback):
+class RunCheckpoint(ObservesSteps):
     """Saves checkpoints.
 
     folder: of the checkpoints.

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import copy
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, TypeVar
@@ -35,6 +35,19 @@ from forgefield.training.problem.transfer import Transfer, fit_shifts, set_shift
 RECORD = "initial_model"
 """Key of `run.json` with the run that a run started from."""
 Number = TypeVar("Number", int, float)
+
+
+def _take_over(resolved: object, section: object, names: Sequence[str]) -> None:
+    """Set an option, given by the names of its sections and its own, to the value in `section`, if it is there. Sections in
+    lists are matched by position."""
+    if isinstance(section, Sequence) and isinstance(resolved, list):
+        for one, other in zip(resolved, section):
+            _take_over(one, other, names)
+    elif isinstance(section, Mapping) and names[0] in section and isinstance(resolved, dict):
+        if len(names) == 1:
+            resolved[names[0]] = section[names[0]]
+        elif names[0] in resolved:
+            _take_over(resolved[names[0]], section[names[0]], names[1:])
 
 
 @dataclass(frozen=True)
@@ -63,10 +76,8 @@ class InitialModel:
         of new species."""
         resolved = copy.deepcopy(dict(self.source.resolved))
         hooks = self.source.hooks
-        for key, _, option in (name.rpartition(".") for name in hooks.training_options):
-            section = config.model.get(key)
-            if isinstance(section, Mapping) and option in section:
-                resolved[key][option] = section[option]
+        for name in hooks.training_options:
+            _take_over(resolved, config.model, name.split("."))
         if not self.new_species:
             return resolved
         new_section = {**section_of(resolved), hooks.shift_option: None}

@@ -7,9 +7,10 @@ resolved, because other values could only be ignored. Options that contain indic
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeGuard
 
 from forgefield.config.diff import ABSENT, Change, format_diff
 from forgefield.config.trust import NO_CODE, Trust
@@ -151,16 +152,26 @@ def _differences(
     for name, value in section.items():
         key = f"{prefix}{name}"
         values = [options[name] for options in stored if name in options]
-        ignored = key in hooks.seed_options or key in hooks.training_options
+        option = re.sub(r"\[\d+\]", "", key)
+        ignored = option in hooks.seed_options or option in hooks.training_options
         if ignored or (value is None and name not in stored[0]):  # null: from the data
+            continue
+        if _are_sections(value) and values and all(_are_sections(one) and len(one) == len(value) for one in values):
+            for number, item in enumerate(value):
+                subsections = [options[name][number] if name in options else {} for options in stored]
+                yield from _differences(item, subsections, symbols, hooks, f"{key}[{number}].")
             continue
         if isinstance(value, Mapping) and values and all(isinstance(one, Mapping) for one in values):
             subsections = [options.get(name, {}) for options in stored]
             yield from _differences(value, subsections, symbols, hooks, f"{key}.")
             continue
-        same = any(_same(symbols.of_config(key, value), symbols.of_run(key, one)) for one in values)
-        if not same and not any(hooks.equivalent(key, value, one, stored[-1]) for one in values):
+        same = any(_same(symbols.of_config(option, value), symbols.of_run(option, one)) for one in values)
+        if not same and not any(hooks.equivalent(option, value, one, stored[-1]) for one in values):
             yield key, values[-1] if values else ABSENT, value
+
+
+def _are_sections(value: object) -> TypeGuard[list[Mapping[str, Any]]]:
+    return isinstance(value, list) and len(value) > 0 and all(isinstance(item, Mapping) for item in value)
 
 
 def _same(one: object, other: object) -> bool:

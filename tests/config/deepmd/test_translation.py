@@ -455,3 +455,16 @@ def test_an_input_loads_like_a_config_and_takes_overrides(
     assert config.data.val == str(Path.cwd() / "../data/data_3")
     loaded = load_config(file)
     assert load_config(loaded) == loaded
+
+
+def test_parts_of_a_hybrid_keep_their_cutoffs() -> None:
+    parts = [{"type": "se_a", "sel": "auto", "rcut": 4.0}, {"type": "se_e2_r", "sel": [46, 92], "rcut": 6.0}]
+    config = translated({"model.descriptor": {"type": "hybrid", "list": parts}})
+    assert config["data"]["cutoff"] == 6.0
+    short, long = config["model"]["descriptor"].pop("list")
+    assert (short, long) == ({"type": "se_e2_a", "rcut": 4.0}, {"type": "se_e2_r", "sel": [46, 92], "rcut": 6.0})
+    assert config["training"]["precision"] == "float64"
+    parts[0]["precision"] = "float32"
+    config = translated({"model.descriptor": {"type": "hybrid", "list": parts}})
+    sections = [*config["model"]["descriptor"]["list"], config["model"]["fitting_net"]]
+    assert [section["precision"] for section in sections] == ["float32", "float64", "float64"]

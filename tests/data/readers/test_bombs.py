@@ -25,7 +25,7 @@ import torch, h5py, ase.io  # what is imported anyway does not count
 from forgefield.data.readers import read_frames
 from forgefield.errors import ForgefieldError
 from forgefield.ldos.importer import read_mala
-from forgefield.untrusted.safe_pickle import read_torch_file
+from forgefield.untrusted.torch_files import read_torch_file
 
 def peak():
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss // 1024

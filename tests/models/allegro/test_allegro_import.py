@@ -64,5 +64,5 @@ def test_what_cannot_be_kept_is_refused(tmp_path, change, word):
 def test_the_other_architecture_is_named(tmp_path):
     _, tensors = trained_elsewhere()
     torch.save(checkpoint(tensors), tmp_path / "x.ckpt")
-    with pytest.raises(ForgefieldError, match="does not contain a NequIP model"):
+    with pytest.raises(ForgefieldError, match="does not contain a model of NequIP"):
         read_nequip(tmp_path / "x.ckpt")

@@ -6,9 +6,9 @@ import torch
 
 from forgefield.models.mace.basis import FLIPPED, full_tensor, map_of_tensor, old_sign
 from forgefield.models.mace.importer import read_mace
-from forgefield.models.mace.records import tensors_of
 from forgefield.models.mace.weights import contraction_weights, weight_table
-from forgefield.untrusted.safe_pickle import read_torch_records
+from forgefield.models.module_records import tensors_of
+from forgefield.untrusted.torch_files import read_torch_records
 from tests.support.mace_models import CASES, batch_of, import_case, load, reference, write_module
 
 

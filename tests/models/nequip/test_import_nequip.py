@@ -12,7 +12,7 @@ import torch
 
 from forgefield.errors import ForgefieldError
 from forgefield.models.nequip.importer import read_nequip
-from forgefield.untrusted.safe_pickle import Foreign, read_torch_file
+from forgefield.untrusted.torch_files import Foreign, read_torch_file
 from tests.support.imported_models import outputs_of
 from tests.support.nequip_checkpoints import THEIR_OPTIONS, checkpoint, trained_elsewhere
 from tests.support.structures import make_batch, make_frame

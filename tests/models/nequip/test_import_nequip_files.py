@@ -94,11 +94,3 @@ def test_the_command_says_what_was_checked(tmp_path, capsys):
     assert "no weight is missing" in shown
     assert "the cutoff, Bessel frequencies, energy scales agree with the options" in shown
     assert "no predictions to compare with" in shown
-
-
-def test_a_package_is_refused_because_it_contains_code(tmp_path):
-    package = tmp_path / "water.nequip.zip"
-    package.write_bytes(b"PK")
-    for reader in (read_nequip, read_allegro):
-        with pytest.raises(ForgefieldError, match=r"contain code .* import the checkpoint \(\.ckpt\)"):
-            reader(package)

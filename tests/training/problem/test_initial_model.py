@@ -375,6 +375,20 @@ def test_room_of_se_atten_is_for_neighbours_of_any_species(given, fits):
 # ---- the command
 
 
+def test_parts_of_a_hybrid_are_compared_one_by_one():
+    part = {"type": "se_e2_a", "sel": [10, 20], "neuron": [4], "exclude_types": [[0, 1]]}
+    resolved = {"type": "hybrid", "list": [{**part, "rcut": 3.0, "davg": [[0.0] * 4] * 2}, {"type": "se_e2_r"}]}
+    known = SourceModel("run a", {}, {"name": "deeppot", "species": ["H", "O"], "descriptor": resolved})
+
+    def config(**changes: object) -> dict[str, object]:
+        parts = [{**part, "sel": [20, 10], "seed": 3, **changes}, {"type": "se_e2_r"}]
+        return {"descriptor": {"type": "hybrid", "list": parts}}
+
+    require_same_options(config(), known, ["O", "H"])
+    with pytest.raises(ForgefieldError, match=r"model.descriptor.list\[0\].neuron"):
+        require_same_options(config(neuron=[8]), known, ["O", "H"])
+
+
 def test_flags_of_the_command_say_the_same(place, tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     config = extra_outputs(place, tmp_path, "nequip")

@@ -21,6 +21,10 @@ DESCRIPTORS: dict[str, dict[str, Any]] = {
     "pairs": {"type": "se_e2_a", "neuron": [3, 6], "axis_neuron": 2},
     "attention": {"type": "se_atten", "neuron": [3, 6], "axis_neuron": 2, "attn": 4, "attn_layer": 1, "sel": 60},
 }
+DESCRIPTORS["hybrid"] = {
+    "type": "hybrid",
+    "list": [{**DESCRIPTORS["pairs"], "rcut": 3.4}, {"type": "se_e2_r", "neuron": [3]}],
+}
 
 
 def first_run(folder: Path, kind: str, **descriptor: Any) -> Path:
@@ -43,7 +47,7 @@ def extra_outputs(folder: Path, **model: Any) -> dict[str, Any]:
     return config
 
 
-@pytest.mark.parametrize("kind", ["pairs", "attention"])
+@pytest.mark.parametrize("kind", DESCRIPTORS)
 def test_old_species_keep_what_was_learnt_and_new_ones_are_learnt(kind, tmp_path, capsys):
     first_run(tmp_path, kind)
     run = train_only(extra_outputs(tmp_path) | {"training": {"lr": 1e-12, "ema": None}})
@@ -63,8 +67,9 @@ def test_old_species_keep_what_was_learnt_and_new_ones_are_learnt(kind, tmp_path
             energies.append(copied.get_potential_energy())
         assert energies[1] - energies[0] == pytest.approx(shift, abs=1e-5)
     descriptor = run.info["model"]["descriptor"]
-    assert np.array(descriptor["dstd"])[2, 0] != np.array(descriptor["dstd"])[0, 0]
-    assert (np.array(descriptor["dstd"]) > 0).all()
+    for part in descriptor.get("list", [descriptor]):
+        assert np.array(part["dstd"])[2, 0] != np.array(part["dstd"])[0, 0]
+        assert (np.array(part["dstd"]) > 0).all()
 
 
 def test_only_what_is_trainable_from_now_on_is_trained_and_a_run_resumes(tmp_path):

@@ -1,0 +1,65 @@
+"""Models of DeePMD-kit with other descriptors: its energies, forces, virials and parameter gradients; files there and back."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from forgefield.errors import ForgefieldError
+from forgefield.models.deeppot.deepmd_descriptors import descriptor_from_tree
+from forgefield.models.deeppot.deepmd_files import read_tree
+from forgefield.models.deeppot.exporter import write_deepmd
+from forgefield.training.engines.engine import Engine
+from forgefield.training.engines.script import ScriptEngine
+from tests.support.deepmd_models import assert_equal_predictions, gradients, loaded, predictions, unpacked
+from tests.support.engine_cases import difference, labelled, step_function
+
+NAMES = ["hybrid", "hybrid_mixed"]
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_predictions_are_those_of_deepmd(name, tmp_path):
+    potential = loaded(unpacked(tmp_path, f"{name}.dp"))
+    assert_equal_predictions(potential, predictions(name))
+
+
+@pytest.mark.parametrize("form", ["double", "tangent"])
+@pytest.mark.parametrize("name", NAMES)
+def test_parameter_gradients_are_those_of_deepmd(name, form, tmp_path):
+    potential = loaded(unpacked(tmp_path, f"{name}.dp"))
+    expected = loaded(unpacked(tmp_path, f"{name}.gradients.dp")).state_dict()
+    found = gradients(potential, predictions(name), form)
+    assert max(float(gradient.abs().max()) for gradient in found.values()) > 1e-2
+    for key, gradient in found.items():
+        torch.testing.assert_close(
+            gradient, expected[key], rtol=1e-9, atol=1e-9, msg=lambda text, key=key: f"{key}: {text}"
+        )
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_what_was_written_is_read_back_exactly(name, tmp_path):
+    potential = loaded(unpacked(tmp_path, f"{name}.dp"))
+    again = loaded(write_deepmd(potential, tmp_path / "again.yaml"))
+    for key, value in potential.state_dict().items():
+        torch.testing.assert_close(again.state_dict()[key], value, rtol=0, atol=0)
+    assert_equal_predictions(again, predictions(name))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("name", "form"), [("hybrid", "tangent"), ("hybrid_mixed", "double")])
+def test_one_trace_serves_every_size(name, form, tmp_path):
+    potential = loaded(unpacked(tmp_path, f"{name}.dp"))
+    engine, eager = ScriptEngine(step_function(potential, derivative=form)), Engine(step_function(potential))
+    for number, atoms in enumerate([(1,), (4, 3), (5, 1, 2, 6)]):
+        assert difference(engine, eager, labelled(*atoms, seed=number, box=8.0)) < 1e-9, atoms
+
+
+def test_a_part_that_sees_beyond_its_cutoff_in_deepmd_is_refused(tmp_path):
+    descriptor = read_tree(unpacked(tmp_path, "hybrid_mixed.dp"))["model"]["descriptor"]
+    attention = descriptor["list"][1]
+    attention["smooth_type_embedding"] = False
+    with pytest.raises(ForgefieldError, match="an attention that is not smooth"):
+        descriptor_from_tree(descriptor, 2)
+    attention["@variables"]["davg"][:, :, 0] = 0.1
+    with pytest.raises(ForgefieldError, match=r"descriptor.list\[1\].*means"):
+        descriptor_from_tree(descriptor, 2)
