@@ -18,8 +18,15 @@ DATA_FORMATS = ("extxyz", "npz", "hdf5", "lmdb", "aselmdb", "db", "deepmd", "sto
 """Formats that a user may pass instead of a config by mistake; others of ASE end in .cfg or .in, as configs may."""
 SNAPSHOT = ".npy"
 """Ending of files of grid points."""
+PACKAGE_SUFFIX = ".ff"
+"""Ending of packaged models."""
 READING = ("data.labels", "data.units")
 """Settings for reading a file."""
+
+
+def is_package(word: str) -> bool:
+    """Whether a word names a packaged model, which takes the place of a run."""
+    return word.endswith(PACKAGE_SUFFIX) and Path(word).is_file()
 
 
 def is_override(word: str) -> bool:
@@ -48,7 +55,11 @@ def split_config(words: Sequence[str]) -> tuple[str | None, list[str]]:
 
 
 def _refuse_data(word: str) -> None:
-    """Refuse a data file, or a folder that is a source of data, instead of a config."""
+    """Refuse a data file, a folder that is a source of data, or a packaged model, instead of a config."""
+    if is_package(word):
+        raise ForgefieldError(
+            f"'{word}' is a packaged model; name a config, which says what to train and on which data."
+        )
     path = Path(word)
     if path.suffix in CONFIG_SUFFIXES or not path.exists():
         return

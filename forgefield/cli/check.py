@@ -10,7 +10,7 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
-from forgefield.cli.arguments import CONFIG_SUFFIXES, add_trust, refuse_files
+from forgefield.cli.arguments import CONFIG_SUFFIXES, add_trust, is_package, refuse_files
 from forgefield.errors import ForgefieldError
 
 FRAMES, STEPS, GOAL, RANKS = 4, 500, 0.05, (1, 2, 4)
@@ -28,7 +28,7 @@ examples:
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.epilog = EXAMPLES
     add = parser.add_argument
-    add("target", metavar="RUN|CONFIG", help="name or path of a run, or a config file")
+    add("target", metavar="RUN|CONFIG", help="name or path of a run, a packaged model (.ff), or a config file")
     add("--frames", metavar="N", type=int, help=f"number of frames to check (default: {FRAMES})")
     add("--data", metavar="FILE", help="take the frames from this file (default: the training data)")
     add("--which", choices=("best", "last"), default="best", help="weights of the run (default: best)")
@@ -55,7 +55,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     overrides = refuse_files(args.overrides)
-    is_config = Path(args.target).is_file() or args.target.endswith(CONFIG_SUFFIXES)
+    is_file = Path(args.target).is_file() or args.target.endswith(CONFIG_SUFFIXES)
+    is_config = is_file and not is_package(args.target)
     if args.lammps:
         return _lammps(args, overrides, is_config)
     if args.ranks is not None:

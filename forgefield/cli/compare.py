@@ -9,7 +9,9 @@ from forgefield.cli.importing import for_good
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.epilog = "example:\n  forgefield compare water-small water-large\n"
-    parser.add_argument("runs", metavar="RUN", nargs="+", help="name of a run in the folder runs/, or its path")
+    parser.add_argument(
+        "runs", metavar="RUN", nargs="+", help="name of a run in the folder runs/, its path, or a packaged model (.ff)"
+    )
 
 
 def run(args: argparse.Namespace) -> int:

@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import argparse
 
-from forgefield.cli.arguments import add_trust
+from forgefield.cli.arguments import PACKAGE_SUFFIX, add_trust
 from forgefield.models.registry import export_formats
 
-PACKAGE_SUFFIX = ".ff"
 MLIAP = "mliap"
 """`pair_style mliap unified` of LAMMPS."""
 MALA = "mala"

@@ -13,7 +13,7 @@ import os
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from forgefield.cli.arguments import CONFIG_SUFFIXES, HelpOptions, add_option, add_trust, split_config
+from forgefield.cli.arguments import CONFIG_SUFFIXES, HelpOptions, add_option, add_trust, is_package, split_config
 from forgefield.cli.importing import for_good
 from forgefield.errors import ForgefieldError
 from forgefield.parallel.launch import detect_launch
@@ -119,7 +119,7 @@ def _run(args: argparse.Namespace, ranks: Ranks) -> int:
 def _split_run(words: list[str]) -> tuple[Path | None, list[str]]:
     """The run folder among `words`, if any, and all other words."""
     for word in words:
-        if word.endswith(".ff") and Path(word).is_file():
+        if is_package(word):
             raise ForgefieldError(
                 f"{word} is a packaged model, which has no training to resume; "
                 f"to train it further: forgefield train CONFIG --finetune {word}"

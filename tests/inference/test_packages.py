@@ -61,6 +61,27 @@ def test_tests_unpack_it_and_report_the_same_errors(edition: Path) -> None:
     assert api.test("model.ff", "test.extxyz") == errors  # the folder is reused
 
 
+def test_check_takes_it_for_a_run(edition: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    write_package(Run.open("nequip"), "model.ff")
+    outputs = []
+    for model in ("nequip", "model.ff"):
+        assert main(["check", model, "--data", "bare.extxyz", "--frames", "1"]) == 0
+        outputs.append(capsys.readouterr().out.split("\n", 1))
+    assert "the best model of model.ff" in outputs[1][0]
+    assert outputs[0][1] == outputs[1][1]
+
+
+def test_it_is_compared_by_the_errors_it_was_packaged_with(edition: Path) -> None:
+    write_package(Run.open("nequip"), "model.ff")
+    comparison = forgefield.compare("nequip", "model.ff")
+    of_test = [data == "test" for data in comparison.errors.column("data")]
+    errors = [comparison.errors.column(name) for name in ("nequip", "model.ff")]
+    assert any(of_test)
+    for run, package in zip(*([e for e, is_test in zip(column, of_test) if is_test] for column in errors)):
+        assert run == package is not None
+    assert not Path("runs/model").exists()
+
+
 def test_a_folder_with_another_model_is_not_used_for_results(edition: Path) -> None:
     write_package(Run.open("nequip"), "allegro.ff")
     with pytest.raises(ForgefieldError, match="allegro exists and is not the model in allegro.ff"):

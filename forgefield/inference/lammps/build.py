@@ -13,6 +13,7 @@ import importlib.util
 import json
 import os
 import re
+import shlex
 import shutil
 import subprocess
 import sys
@@ -140,22 +141,27 @@ def _compile(lammps: Installation, definitions: Mapping[str, str], target: Path)
     includes = [lammps.headers] if lammps.mpi is None else [lammps.headers, lammps.mpi / "include"]
     print(f"Compiling the LAMMPS plugin (once for LAMMPS {lammps.version}): {target}", file=sys.stderr, flush=True)
     with written_atomically(target) as partial:
-        command = [compiler, "-O2", "-fPIC", "-shared", "-std=c++17", *(f"-I{folder}" for folder in includes)]
+        command = [*compiler, "-O2", "-fPIC", "-shared", "-std=c++17", *(f"-I{folder}" for folder in includes)]
         command += [*(f"-D{name}={value}" for name, value in definitions.items()), str(SOURCE), "-o", str(partial)]
         if sys.platform == "darwin":
             command += ["-undefined", "dynamic_lookup"]
         done = subprocess.run(command, capture_output=True, text=True, check=False)
         if done.returncode:
             lines = "\n".join(done.stderr.splitlines()[:20])
-            raise ForgefieldError(f"The LAMMPS plugin could not be compiled with {compiler}:\n{lines}")
+            raise ForgefieldError(f"The LAMMPS plugin could not be compiled with {' '.join(compiler)}:\n{lines}")
 
 
-def _compiler(lammps: Installation) -> str:
-    """A C++ compiler; where LAMMPS came without an MPI of its own, the one that knows the system's."""
-    wanted = [os.environ["CXX"]] if os.environ.get("CXX") else []
-    wanted += ["c++", "g++", "clang++"] if lammps.mpi is not None else ["mpicxx", "mpic++"]
-    found = next((path for path in map(shutil.which, wanted) if path), None)
-    if found is None:
+def _compiler(lammps: Installation) -> list[str]:
+    """The command of a C++ compiler: CXX, or one that is found; where LAMMPS came without an MPI of its own, the one that knows
+    the system's."""
+    chosen = shlex.split(os.environ.get("CXX", ""))
+    if chosen and shutil.which(chosen[0]) is None:
+        raise ForgefieldError(
+            f"The LAMMPS plugin has to be compiled once, and CXX names a compiler that does not exist: {chosen[0]}."
+        )
+    wanted = ["c++", "g++", "clang++"] if lammps.mpi is not None else ["mpicxx", "mpic++"]
+    found = chosen or [path for path in map(shutil.which, wanted) if path][:1]
+    if not found:
         raise ForgefieldError(
             f"The LAMMPS plugin has to be compiled once, and no C++ compiler was found ({', '.join(wanted)}); install one "
             "(Debian: apt install g++; conda: conda install cxx-compiler), or set CXX to its path."

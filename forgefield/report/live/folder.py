@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 from collections.abc import Sequence
 from pathlib import Path
@@ -9,7 +10,7 @@ from pathlib import Path
 from forgefield.config.nearest import did_you_mean
 from forgefield.errors import ForgefieldError
 from forgefield.report.live.record import LiveRun
-from forgefield.runs import MEMBERS, Run
+from forgefield.runs import MEMBERS, PackagedRun, Run
 
 DEPTH = 3
 """How deep runs are searched: those of a hyperparameter search are in `SEARCH/trials`."""
@@ -75,12 +76,24 @@ def folder_of(path: str | os.PathLike[str]) -> tuple[Path, str | None]:
     return run.parent, run.name
 
 
-def opened(runs: Sequence[str | os.PathLike[str] | Run]) -> list[LiveRun]:
-    """Runs by name or path, in their present state. Runs with the same name are shown with their paths."""
-    paths = [Run.open(run).path for run in runs]
-    names = [path.resolve().name for path in paths]
+def opened(runs: Sequence[str | os.PathLike[str] | Run], unpacked: Path) -> list[LiveRun]:
+    """Runs by name or path, in their present state. Runs with the same name are shown with their paths. unpacked: an empty
+    folder, for packaged models."""
+    found = [Run.open(run) for run in runs]
+    names = [run.path.resolve().name for run in found]
     unique = len(set(names)) == len(names)
-    live = [LiveRun(path, name if unique else str(path)) for path, name in zip(paths, names)]
+    folders = [_folder_of(run, unpacked / str(number)) for number, run in enumerate(found)]
+    live = [LiveRun(path, name if unique else str(run.path)) for path, name, run in zip(folders, names, found)]
     for run in live:
         run.update()
     return live
+
+
+def _folder_of(run: Run, unpacked: Path) -> Path:
+    """The folder of a run; a packaged model is unpacked, with the errors that it has been packaged with."""
+    if not isinstance(run, PackagedRun):
+        return run.path
+    folder = run.writable(unpacked).path
+    for test, errors in (run.note.get("errors") or {}).items():
+        (folder / f"{Path(test).name}.json").write_text(json.dumps(errors))
+    return folder

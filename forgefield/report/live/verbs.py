@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import os
+import tempfile
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import TYPE_CHECKING, Union
 
 from forgefield.errors import ForgefieldError
@@ -77,12 +79,13 @@ def compare(*runs: RunSource) -> RunComparison:
     Parameters
     ----------
     *runs
-        Names or paths of runs, or `Run` objects; at least two.
+        Names or paths of runs, packaged models (`.ff`), or `Run` objects; at least two.
     """
     if len(runs) < 2:
         raise ForgefieldError("A comparison needs at least two runs; `forgefield runs` lists them.")
-    live = opened(runs)
-    return RunComparison(errors_table(live), settings_table(live))
+    with tempfile.TemporaryDirectory(prefix="forgefield-") as folder:
+        live = opened(runs, Path(folder))
+        return RunComparison(errors_table(live), settings_table(live))
 
 
 def watch(folder: str | os.PathLike[str] = "runs", *, port: int | None = None) -> LivePage:

@@ -94,6 +94,13 @@ def test_without_a_compiler_the_message_names_one_to_install(tmp_path, monkeypat
     assert "no C++ compiler was found (c++, g++, clang++)" in capsys.readouterr().err
 
 
+def test_a_compiler_that_does_not_exist_is_not_replaced(tmp_path, monkeypatch):
+    monkeypatch.setenv("FORGEFIELD_CACHE", str(tmp_path / "empty"))
+    monkeypatch.setenv("CXX", "/nothing/g++")
+    with pytest.raises(ForgefieldError, match="CXX names a compiler that does not exist: /nothing/g\\+\\+"):
+        plugin_path(find_lammps())
+
+
 def test_compiler_errors_are_shown(tmp_path, monkeypatch):
     monkeypatch.setenv("FORGEFIELD_CACHE", str(tmp_path / "empty"))
     source = tmp_path / "broken.cpp"
