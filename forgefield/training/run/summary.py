@@ -139,9 +139,9 @@ def end_summary(
         content.append(Text(note))
     content.append(Text.assemble(("run folder  ", "dim"), str(run_path)))
     console.print(_panel(Group(*content), "Result"))
-    for hint in hints:
-        # Outside the panel and without wrapping, so that lines can be copied.
-        console.print(Text("  " + hint), soft_wrap=True)
+    # Outside the panel and without wrapping, so that lines can be copied; at once, as one output of a notebook.
+    if lines := "\n".join(f"  {hint}" for hint in hints):
+        console.print(Text(lines), soft_wrap=True)
 
 
 def errors_table(by_split: dict[str, dict[str, float]], units: Mapping[str, str] | None = None) -> Table:
