@@ -10,10 +10,10 @@ test_300K.xyz (test_600K.xyz and test_1200K.xyz are used if they are there); <el
 to data_3 of DeePMD-kit's water example.
 
 The settings are those of `forgefield init --accurate`, the same for every molecule, element and seed. Model, learning rate and
-forces weight were chosen with benchmarks/recipes.py on parts of training files; test frames are evaluated once, after a training. A finished training is not
-repeated, an interrupted one is resumed. --model selects the architecture, --ensemble the number of models whose predictions
-are averaged, --at-once how many trainings run at the same time; `key=value` overrides the config. --log FILE also writes the
-table to a file, --figure FILE draws it.
+forces weight were chosen with benchmarks/recipes.py on parts of training files; test frames are evaluated once, after a training.
+A finished training is not repeated, an interrupted one is resumed. --model selects the architecture, --ensemble the number of
+models whose predictions are averaged, --at-once how many trainings run at the same time; `key=value` overrides the config.
+--log FILE also writes the table to a file, --figure FILE draws it.
 """
 
 from __future__ import annotations

@@ -46,7 +46,7 @@ class Config:
     training: TrainingOptions = field(default_factory=TrainingOptions)
     """How the model is trained."""
     trainer: dict[str, Any] = field(default_factory=dict)
-    """Any argument of `lightning.Trainer`."""
+    """Any argument of `lightning.Trainer`. Without `max_epochs` and `max_steps`, a training has 100 epochs."""
     callbacks: list[Any] = field(default_factory=list)
     """Callbacks: Forgefield's by name (gradient_check, training_helper, ...), any Lightning callback by its import path; with
     arguments: {name: gradient_check, policy: skip}."""
