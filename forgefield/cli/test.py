@@ -12,7 +12,6 @@ from typing import TYPE_CHECKING
 from forgefield.cli.arguments import READING, add_overrides, add_run_arguments, device_name, is_override, refuse_files
 from forgefield.cli.importing import for_good
 from forgefield.errors import ForgefieldError
-from forgefield.text import counted
 
 if TYPE_CHECKING:
     from forgefield.parallel.ranks import Ranks
@@ -111,4 +110,4 @@ def _run(args: argparse.Namespace, ranks: Ranks) -> int:
 
 def _sources(source: object) -> str:
     sources = [str(each) for each in source] if isinstance(source, list) else [str(source)]
-    return f"{counted(len(sources), 'source')}: {', '.join(sources)}"
+    return sources[0] if len(sources) == 1 else f"{len(sources)} sources: {', '.join(sources)}"
