@@ -10,8 +10,8 @@ test_300K.xyz (test_600K.xyz and test_1200K.xyz are used if they are there); <el
 to data_3 of DeePMD-kit's water example.
 
 The settings are those of `forgefield init --accurate`, the same for every molecule, element and seed. Model, learning rate and
-forces weight were chosen with benchmarks/recipes.py on parts of training files; test frames are evaluated once, after a training.
-A finished training is not repeated, an interrupted one is resumed. --model selects the architecture, --ensemble the number of
+forces weight were chosen with benchmarks/recipes.py on parts of training files; test frames are evaluated once, at the end. A
+finished training is not repeated, an interrupted one is resumed. --model selects the architecture, --ensemble the number of
 models whose predictions are averaged, --at-once how many trainings run at the same time; `key=value` overrides the config.
 --log FILE also writes the table to a file, --figure FILE draws it.
 """
@@ -358,7 +358,9 @@ def main() -> None:
     parser.add_argument("set", choices=SETS, help="data set")
     parser.add_argument("--data", type=Path, required=True, help="folder of the data set")
     parser.add_argument("--only", default="", help="molecules or elements, separated by commas; default: two or three")
-    parser.add_argument("--frames", type=int, default=50, help="rMD17: number of training frames, up to 950; default: 50")
+    parser.add_argument(
+        "--frames", type=int, default=50, help="rMD17: number of training frames, up to 950; default: 50"
+    )
     parser.add_argument("--model", choices=MODELS, default="mace", help="default: mace")
     parser.add_argument("--seeds", default="1", help="separated by commas; default: 1")
     parser.add_argument("--ensemble", type=int, default=1, help="models whose predictions are averaged")

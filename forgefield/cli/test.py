@@ -24,7 +24,7 @@ OF_POINTS = ("data.test", "data.points.units", "data.points.pseudopotentials", "
 EXAMPLES = """\
 examples:
   forgefield test runs/water --data test.extxyz
-  forgefield test runs/water --which last            # on the data.test of its config
+  forgefield test runs/water --which last            on the data.test of its config
   forgefield test water --data a.extxyz b.extxyz --which last
   forgefield test ethanol --data test.npz data.units.energy=kcal/mol
   forgefield test water data.batch.frames=4 'data.test={300K: a.xyz, 600K: b.xyz}'

@@ -82,7 +82,7 @@ class FieldTargetOptions:
     """Behaviour under rotation: values are invariant (the default); a vector (shape [3]) and a symmetric or general tensor
     (shape [3, 3]) are equivariant."""
     reduce: str | None = option(None, choices=("sum", "mean", "max", "attention"))
-    """How contributions of atoms are combined to a value per frame: mean (intensive, the default) or sum (extensive). For
+    """How contributions of atoms are combined into a value per frame: mean (intensive, the default) or sum (extensive). For
     invariant values also max or attention: the last layer of the head reads the maximum or a learnt weighted mean of
     features."""
     per_atom: bool | str | None = option(None, choices=(True, False, "root"))
