@@ -196,8 +196,8 @@ class TrainingOptions:
     5000 training frames. Models without a suitable last layer have none."""
     ensemble: int | dict[str, Any] | None = None
     """Train N models with the seeds `seed`, `seed` + 1, ..., and combine them into one run whose predictions are means and
-    whose uncertainties are deviations: 4, or {size: 4, bootstrap: true, together: 2}. bootstrap: each on its own draw of the training
-    frames; together: how many are trained at the same time (default: all on a GPU, one on a CPU)."""
+    whose uncertainties are deviations: 4, or {size: 4, bootstrap: true, together: 2}. bootstrap: each on its own draw of the
+    training frames; together: how many are trained at the same time (default: all on a GPU, one on a CPU)."""
     tensorboard: int = option(1, choices=(0, 1, 2))
     """TensorBoard output: 0 none, 1 losses and learning rate, 2 also histograms of weights and gradients."""
 
