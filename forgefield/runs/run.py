@@ -136,7 +136,7 @@ class Run:
 
     @property
     def info(self) -> dict[str, Any]:
-        """The content of `run.json`: versions, species, all options of the model, statistics, status."""
+        """The content of `run.json`, that is versions, species, all options of the model, statistics and status."""
         path = self.path / "run.json"
         try:
             content = load_json(path.read_text())
