@@ -95,7 +95,7 @@ class Run:
         for path in (Path(name_or_path), Path(out) / name_or_path):
             if (path / "run.json").is_file():
                 return cls(path, trust_code=trust_code)
-        names = sorted(p.parent.name for p in Path(out).glob("*/run.json"))
+        names = sorted(p.parent.name for p in Path(out).glob("[!.]*/run.json"))
         hint = did_you_mean(str(name_or_path), names) or (f" Runs in {out}: {', '.join(names)}." if names else "")
         raise ForgefieldError(f"There is no run '{name_or_path}', neither as a path nor in the folder {out}.{hint}")
 
