@@ -130,7 +130,9 @@ def end_summary(
         if any(key.endswith("_nll") for errors in by_split.values() for key in errors):
             content.append(calibration_table(by_split))
     else:
-        content.append(Text("No errors were measured: there are no labelled validation or test frames."))
+        content.append(
+            Text("No errors were measured: the model predicts no labels, or no validation and test frames have them.")
+        )
     problems = {sentence for errors in by_split.values() for sentence in implausible_errors(errors, statistics or {})}
     if problems:
         content += [Text(f"WARNING: {sentence}", style="bold red") for sentence in sorted(problems)]
