@@ -90,6 +90,7 @@ def named_code(config: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
     training = _mapping(config.get("training"))
     for key in ("optimizer", "scheduler"):
         yield from _entries(f"training.{key}", training.get(key))
+    yield from _entries("training.scheduler.schedulers", _mapping(training.get("scheduler")).get("schedulers"))
     yield from _entries("callbacks", config.get("callbacks"))
     trainer = _mapping(config.get("trainer"))
     for key in TRAINER_OBJECTS:

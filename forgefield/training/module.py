@@ -27,13 +27,14 @@ from forgefield.parallel.ranks import Ranks, single_process
 from forgefield.parallel.reductions import StepExchange
 from forgefield.tasks.schedules import StepState
 from forgefield.training.executor import EngineLike, StepExecutor, TaskLike
-from forgefield.training.optim.averages import weight_average
+from forgefield.training.optim.averages import ScheduleFreeAverage, weight_average
 from forgefield.training.optim.optimisers import (
     build_optimiser,
     build_scheduler,
     fit_length,
     rescale_learning_rates,
 )
+from forgefield.training.optim.schedule_free import ScheduleFree
 from forgefield.training.optim.schedules import StepSchedule, relative_learning_rate
 from forgefield.training.optim.update import portable_optimiser_states
 from forgefield.training.options import TrainingOptions
@@ -347,6 +348,8 @@ class TrainingModule(L.LightningModule):
         lr = self.options.lr * self.lr_factor
         optimiser = build_optimiser(self.options.optimizer, self.executor.parameter_groups(lr), lr=lr)
         self.executor.check_optimiser(optimiser)
+        if isinstance(self.ema, ScheduleFreeAverage) and isinstance(optimiser, ScheduleFree):
+            self.ema.bind(optimiser)
         if self.options.scheduler is None:
             return optimiser
         scheduler = build_scheduler(

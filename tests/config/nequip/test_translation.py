@@ -146,6 +146,37 @@ def test_allegro_and_custom_type_names(file):
     assert (config["model"]["allegro_mlp_depth"], config["model"]["num_bessels"]) == (2, 4)
 
 
+def test_schedule_free_training_with_a_sequence_of_schedulers(file):
+    content = yaml.safe_load(CONFIG)
+    module = content["training_module"]
+    module["_target_"] = "nequip.train.ScheduleFreeLightningModule"
+    module["optimizer"] = {
+        "_target_": "schedulefree.AdamWScheduleFree",
+        "lr": 0.02,
+        "warmup_steps": 10,
+        "foreach": True,
+    }
+    del module["ema_decay"]
+    module["lr_scheduler"] = {
+        "scheduler": {
+            "_target_": "torch.optim.lr_scheduler.SequentialLR",
+            "schedulers": [
+                {"_target_": "torch.optim.lr_scheduler.LinearLR", "total_iters": 3},
+                {"_target_": "torch.optim.lr_scheduler.ExponentialLR", "gamma": 0.9},
+            ],
+            "milestones": [3],
+        }
+    }
+    training = nequip_translation(content, file).config["training"]
+    assert training["optimizer"] == {"name": "AdamWScheduleFree", "warmup_steps": 10}
+    assert (training["lr"], training["ema"]) == (0.02, None)
+    members = [{"name": "LinearLR", "total_iters": 3}, {"name": "ExponentialLR", "gamma": 0.9}]
+    assert training["scheduler"] == {"name": "SequentialLR", "schedulers": members, "milestones": [3]}
+    file.write_text(yaml.safe_dump(content))
+    write("cu.xyz", list(frames(10)), format="extxyz")
+    forgefield.train(file, "training.uncertainty=false", "training.engine=eager", "training.tensorboard=0")
+
+
 @pytest.mark.parametrize(
     ("old", "new", "message"),
     [
