@@ -58,6 +58,7 @@ from forgefield.tasks.classes import auroc
 from forgefield.tasks.metrics import ErrorMetrics
 from forgefield.tasks.targets import LABELS
 from forgefield.training.fit import TrainingResult, code_after
+from forgefield.training.options import measures_maxima
 from forgefield.training.problem.preflight import require_same_data
 from forgefield.training.run.journal import Journal, with_progress
 from forgefield.training.run.signals import StopControl, StopNow
@@ -310,7 +311,10 @@ def _errors(run: Run, names: tuple[str, ...], arrays: dict[str, np.ndarray]) -> 
     classes = {name: values for name, values in run.classes.items() if name in names}
     uncounted = {name: excluded_species(run.info["model"]) for name in ("energy", "forces", "virial")}
     uncounted |= {name: head.get("uncounted") or () for name, head in run.heads.items()}
-    metrics = ErrorMetrics(names, run.species, classes=classes, extensive=run.extensive, uncounted=uncounted)
+    maxima = measures_maxima(run.config.training)
+    metrics = ErrorMetrics(
+        names, run.species, classes=classes, extensive=run.extensive, uncounted=uncounted, maxima=maxima
+    )
     tensors = {
         key: torch.from_numpy(np.ascontiguousarray(value)) for key, value in arrays.items() if value.dtype.kind != "U"
     }

@@ -28,7 +28,7 @@ from forgefield.training.optim.averages import StochasticAverage, WeightAverage
 from forgefield.training.optim.captured_update import CapturedUpdate
 from forgefield.training.optim.optimisers import Parameters, build_optimiser
 from forgefield.training.optim.update import capture_refusal
-from forgefield.training.options import TrainingOptions
+from forgefield.training.options import TrainingOptions, measures_maxima
 from forgefield.training.probing import ProbedModule
 from forgefield.training.trainer import is_quick
 from forgefield.training.validation_batches import ValidationBatches
@@ -85,7 +85,8 @@ class FramesExecutor(StepExecutor[Batch, Batch], ProbedModule):
         validation: ValidationBatches | None = None,
         shapes: Shapes = SHAPES,
     ) -> None:
-        super().__init__(potential, task, options, task.error_metrics(species), task.error_metrics(species))
+        val_errors = task.error_metrics(species, maxima=measures_maxima(options))
+        super().__init__(potential, task, options, task.error_metrics(species), val_errors)
         self.potential = potential
         self.starter, self.validation = starter, validation
         self.shapes = shapes
@@ -228,7 +229,7 @@ class FramesExecutor(StepExecutor[Batch, Batch], ProbedModule):
         return StepFunction(
             self.potential,
             self.task,
-            self.train_errors,
+            self.val_errors,
             derivative=derivative,
             knots=table_knots(self.options),
             storage=self.options.kernels.storage,

@@ -25,6 +25,7 @@ from torch.optim.lr_scheduler import CosineAnnealingLR
 from forgefield.errors import ForgefieldError
 from forgefield.parallel.ranks import Ranks, single_process
 from forgefield.parallel.reductions import StepExchange
+from forgefield.tasks.metrics import SUMS, ErrorMetrics
 from forgefield.tasks.schedules import StepState
 from forgefield.training.executor import EngineLike, StepExecutor, TaskLike
 from forgefield.training.optim.averages import ScheduleFreeAverage, weight_average
@@ -332,6 +333,8 @@ class TrainingModule(L.LightningModule):
     def validated(self) -> dict[str, float]:
         """Loss and errors of the validation that has just ended, of all ranks; the model still has the validated weights."""
         loss_sums, error_sums = self._over_ranks(self.val_loss.sums, self.val_errors.sums)
+        if isinstance(self.val_errors, ErrorMetrics) and self.val_errors.maxima:
+            error_sums[:, SUMS:] = self.ranks.maximum(self.val_errors.sums[:, SUMS:].to(error_sums.device))
         values = {"val/loss": self.val_loss.value(loss_sums)}
         values |= {f"val/{name}": value for name, value in self.val_errors.compute(error_sums).items()}
         weights = self.options.monitor_weights or {}

@@ -199,6 +199,9 @@ class TrainingOptions:
     monitor_weights: dict[str, float] | None = None
     """Weights of errors in the metric val/weighted_sum, which `monitor` can name: {energy_total_mae: 0.001, forces_mae: 0.001}.
     Errors have the units of the metrics."""
+    max_errors: bool = False
+    """Report the largest absolute error of each target as well, val/forces_max and so on. Always true if one of them is
+    monitored."""
     early_stopping: EarlyStoppingOptions | None = None
     """Stop the training when the monitored metric no longer improves: {patience: 50}. Default: off."""
     checkpoint: CheckpointOptions = field(default_factory=CheckpointOptions)
@@ -212,6 +215,14 @@ class TrainingOptions:
     frames; together: how many are trained at the same time (default: all on a GPU, one on a CPU)."""
     tensorboard: int = option(1, choices=(0, 1, 2))
     """TensorBoard output: 0 none, 1 losses and learning rate, 2 also histograms of weights and gradients."""
+
+
+def measures_maxima(training: TrainingOptions) -> bool:
+    """Whether the largest errors of the validation are measured."""
+    monitored = [training.monitor, *(training.monitor_weights or {})]
+    if training.early_stopping is not None:
+        monitored.append(training.early_stopping.monitor or "")
+    return training.max_errors or any("_max/" in f"{name}/" for name in monitored)
 
 
 def check_training(training: TrainingOptions, sources: Sources, *, new_model: bool) -> None:

@@ -141,6 +141,7 @@ def training(folder: Path, name: str, world_size: int, val: Any) -> dict[str, An
             "lr": 1e-4,
             "ema": 0.9,
             "clip_norm": 1.0,
+            "max_errors": True,
             "scheduler": {"name": "plateau", "patience": 0, "factor": 0.5, "threshold": 0.2},
         },
     )

@@ -19,7 +19,9 @@ MISSING_LABELS = "labels that are missing (NaN) never count."
 METRICS = ("EnergyForceMetrics", "EnergyForceStressMetrics", "EnergyOnlyMetrics", "MetricsManager")
 FIELDS = {"total_energy": "energy", "forces": "forces", "stress": "stress", "virial": "virial"}
 KINDS = {"MeanSquaredError": "mse", "MeanAbsoluteError": "mae", "HuberLoss": "huber"}
-ERRORS = {"MeanAbsoluteError": "mae", "RootMeanSquaredError": "rmse"}
+ERRORS = {"MeanAbsoluteError": "mae", "RootMeanSquaredError": "rmse", "MaximumAbsoluteError": "max"}
+ERROR_SUFFIXES = {"mae": "mae", "rmse": "rmse", "max": "max", "maxabserr": "max"}
+"""Ends of the names of errors in coefficients, and Forgefield's."""
 QUANTITIES = {"total_energy": "energy_total", "per_atom_energy": "energy", "forces": "forces", "stress": "stress"}
 """NequIP's names of errors and Forgefield's."""
 
@@ -121,7 +123,7 @@ def _metric(item: NequIPSection, symbols: dict[str, str]) -> dict[str, float]:
     """Weights of the errors of one entry, by NequIP's names."""
     field, per_atom = _field(item)
     metric = item.below("metric")
-    kind = "" if metric is None else metric.target((*ERRORS, "MeanSquaredError", "MaximumAbsoluteError", "HuberLoss"))
+    kind = "" if metric is None else metric.target((*ERRORS, "MeanSquaredError", "HuberLoss"))
     weight = item.number("coeff", None, at_least=0)
     if metric is not None:
         for name in metric.names():
@@ -134,7 +136,9 @@ def _metric(item: NequIPSection, symbols: dict[str, str]) -> dict[str, float]:
     shares = _shares(item, symbols)
     item.finish()
     if not weight:
-        item.notes[item.key] = "it is not part of the monitored sum; MAE and RMSE of all targets are always measured."
+        item.notes[item.key] = (
+            "it is not part of the monitored sum; MAE and RMSE of all targets are always measured, the largest with training.max_errors."
+        )
         return {}
     if per_atom and field != "total_energy":
         raise item.refused("field", f"is {field} per atom; errors per atom are measured for total_energy")
@@ -171,9 +175,11 @@ def _field(item: NequIPSection) -> tuple[str, bool]:
 def _renamed(section: NequIPSection, name: str) -> str:
     name, slash, symbol = name.partition("/")
     quantity, _, kind = name.rpartition("_")
-    if quantity not in QUANTITIES or kind not in ("mae", "rmse"):
-        raise section.refused("coeffs", f"has {name}, which is not monitored here; use errors of kind mae or rmse")
-    return f"{QUANTITIES[quantity]}_{kind}{slash}{symbol}"
+    if quantity not in QUANTITIES or kind not in ERROR_SUFFIXES:
+        raise section.refused(
+            "coeffs", f"has {name}, which is not monitored here; use errors of kind mae, rmse or maxabserr"
+        )
+    return f"{QUANTITIES[quantity]}_{ERROR_SUFFIXES[kind]}{slash}{symbol}"
 
 
 def _factor(name: str) -> float:

@@ -30,6 +30,7 @@ from forgefield.training.engines.choose import EngineStarter, refuse_engine
 from forgefield.training.frames_executor import FramesExecutor
 from forgefield.training.module import TrainingModule
 from forgefield.training.optim.trainable import choose_trained
+from forgefield.training.options import measures_maxima
 from forgefield.training.precision import Precision
 from forgefield.training.problem.initial_model import initial_model
 from forgefield.training.problem.model_options import (
@@ -163,7 +164,8 @@ class FramesProblem(Problem):
             notify(changed)
 
     def metric_names(self, split: str) -> list[str]:
-        return ["loss", *self.task.error_metrics(self.data.species.symbols).names()]
+        maxima = split != "train" and measures_maxima(self.config.training)
+        return ["loss", *self.task.error_metrics(self.data.species.symbols, maxima=maxima).names()]
 
     def module(
         self, monitor: str, exchange: StepExchange | None, restart: ResumePoint | None, quick: bool

@@ -121,6 +121,20 @@ def test_every_part_becomes_the_setting_with_its_meaning(file):
     assert config["training"]["monitor_weights"] == {"energy_total_mae": 0.25e-3, "forces_rmse": 0.75e-3}
 
 
+def test_maximum_errors_are_part_of_the_monitored_sum(file):
+    content = yaml.safe_load(CONFIG)
+    content["training_module"]["val_metrics"]["coeffs"] = {"forces_mae": 1.0, "forces_maxabserr": 3.0}
+    weights = nequip_translation(content, file).config["training"]["monitor_weights"]
+    assert weights == {"forces_mae": 0.25e-3, "forces_max": 0.75e-3}
+    largest = {"_target_": "nequip.train.MaximumAbsoluteError"}
+    content["training_module"]["val_metrics"] = {
+        "_target_": "nequip.train.MetricsManager",
+        "metrics": [{"field": "forces", "metric": largest, "coeff": 2.0, "per_type": True}],
+        "type_names": ["Cu"],
+    }
+    assert nequip_translation(content, file).config["training"]["monitor_weights"] == {"forces_max/Cu": 1e-3}
+
+
 def test_the_converted_config_is_the_same_training(file, tmp_path):
     write("cu.xyz", list(frames(2)), format="extxyz")
     out = tmp_path / "converted.yaml"
