@@ -61,6 +61,8 @@ class FrameData:
     species: SpeciesTable
     statistics: Statistics
     split_description: str
+    val_sets: dict[str, int]
+    """Numbers of frames of named validation sets, `val-NAME`, one after the other in `val`."""
     label_hints: dict[str, str]
     """By label: a hint at values of the training files that may be that label under another name."""
     warnings: list[str]
@@ -134,6 +136,7 @@ def read_data(
         species=species,
         statistics=statistics,
         split_description=splits.description,
+        val_sets=splits.val_sets,
         label_hints=splits.label_hints,
         warnings=_suspicions(train, statistics),
     )
@@ -237,7 +240,8 @@ class DataModule(lightning.LightningDataModule):
 
     def val_dataloader(self) -> FrameLoader | list[FrameLoader]:
         noise = self.spec.noise
-        loader = self._evaluation_loader(self.data.val, None if noise is None else replace(noise, fixed=True))
+        noise = None if noise is None else replace(noise, fixed=True)
+        loader = self._evaluation_loader(self.data.val, noise, list(self.data.val_sets.values()))
         if isinstance(loader, FrameLoader):
             loader.resident = self._resident("val")
         return loader
@@ -246,7 +250,7 @@ class DataModule(lightning.LightningDataModule):
         return self._evaluation_loader(self.data.test)
 
     def _evaluation_loader(
-        self, dataset: GraphDataset | None, noise: Noise | None = None
+        self, dataset: GraphDataset | None, noise: Noise | None = None, sets: Sequence[int] = ()
     ) -> FrameLoader | list[FrameLoader]:
         if dataset is None:
             return []
@@ -260,6 +264,7 @@ class DataModule(lightning.LightningDataModule):
             prefetch=options.prefetch,
             pin=self.spec.on_gpu,
             noise=noise,
+            sets=sets,
         )
 
     def describe(self) -> list[tuple[str, str]]:

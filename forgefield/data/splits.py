@@ -19,7 +19,7 @@ from forgefield.data.labels.fields import Fields
 from forgefield.data.labels.label_reader import LabelReader
 from forgefield.data.neighbours.graph import GraphOptions
 from forgefield.data.options import DataOptions
-from forgefield.data.paths import test_sets, title
+from forgefield.data.paths import is_named, test_sets, title, validation_sets
 from forgefield.data.readers import source_files
 from forgefield.data.readers.text import read_text, whole_number, whole_numbers
 from forgefield.data.reading import label_settings, read_table, unit_settings
@@ -44,6 +44,8 @@ class Splits:
     tests: dict[str, FrameTable]
     """By the name of their results: `test`, or `test-NAME` for named sets."""
     description: str
+    val_sets: dict[str, int] = field(default_factory=dict)
+    """Numbers of frames of named validation sets, `val-NAME`, which are `val` one after the other."""
     label_hints: dict[str, str] = field(default_factory=dict)
     """For labels: a sentence on values of the training files that may be them under another name."""
 
@@ -111,7 +113,7 @@ def resolve_splits(
     """
     if options.train is None:
         raise ForgefieldError("data.train is not set; give a file, folder or glob of structures to train on")
-    requested = {"val": options.val, **test_sets(options.test)}
+    requested = {**validation_sets(options.val), **test_sets(options.test)}
     kinds = {name: _kind(value, name) for name, value in requested.items()}
     _refuse_shared_files(options, requested, kinds)
     reader = LabelReader(label_settings(options.labels), unit_settings(options.units))
@@ -152,9 +154,15 @@ def resolve_splits(
         description += (
             f"; drawn so that {', '.join(rare)}, held by few frames, {'is' if len(rare) == 1 else 'are'} in training"
         )
-    val = parts.pop("val", FrameTable([]))
+    val = FrameTable([])
+    val_sets: dict[str, int] = {}
+    for name in validation_sets(options.val):
+        if name in parts:
+            part = parts.pop(name)
+            val += part
+            val_sets |= {name: len(part)} if is_named(options.val) else {}
     tests = {name: part for name, part in parts.items() if len(part)}
-    return Splits(train, val, tests, description, reader.hints())
+    return Splits(train, val, tests, description, val_sets, reader.hints())
 
 
 def bootstrap_rows(table: FrameTable, seed: int) -> np.ndarray:
@@ -274,8 +282,9 @@ def _refuse_shared_files(options: DataOptions, requested: dict[str, Any], kinds:
     for name, spec in specs.items():
         for file in source_files(spec):
             other = owner.setdefault(file.identity, name)
-            if other != name and "train" not in (other, name) and "val" not in (other, name):
-                continue  # test sets may overlap
+            kinds_of_sets = {one.partition("-")[0] for one in (other, name)}
+            if other != name and kinds_of_sets in ({"val"}, {"test"}):
+                continue  # test sets may overlap, and so may validation sets
             if other != name:
                 raise ForgefieldError(
                     f"{file.name} is in {_setting(other)} and in {_setting(name)}, so errors would be measured on known "

@@ -23,7 +23,7 @@ _FACTORS = {"energy": 1000.0, "energy_total": 1000.0, "forces": 1000.0, "stress"
 
 
 class ErrorMetrics:
-    """Sums of |error|, error^2 and counts for each target, and for forces also by species; with `maxima` also the largest |error|.
+    """Sums of |error|, error^2 and counts for each target, and for forces also by species.
 
     targets: names of targets: energy, forces, stress, virial, or fields.
     species: symbols, in the order of the batch's indices.
@@ -31,6 +31,7 @@ class ErrorMetrics:
     extensive: targets of frames that are also measured per atom, as `NAME_per_atom`.
     branches: of the model; a target `water.energy` is measured on frames of the branch water.
     uncounted: for targets, indices of species whose atoms do not count, as excluded ones in DeePMD-kit 3.2.
+    maxima: whether the largest |error| is kept as well.
     """
 
     def __init__(

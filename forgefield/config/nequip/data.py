@@ -36,6 +36,7 @@ class DataTranslation:
         self.section, self.model = section, model
         self.values: dict[str, Any] = {"val": None}
         self.module = section.target(MODULES)
+        self.vals: list[Any] = []
         self.tests: list[Any] = []
         self._transforms(section)
         section.integer("seed", 0)
@@ -45,6 +46,10 @@ class DataTranslation:
         section.finish()
         if "train" not in self.values:
             raise ForgefieldError(f"{section.file}: '{section.key}' names no training data.")
+        if len(self.vals) == 1:
+            self.values["val"] = self.vals[0]
+        elif self.vals:
+            self.values["val"] = {str(index): files for index, files in enumerate(self.vals)}
         if len(self.tests) == 1:
             self.values["test"] = self.tests[0]
         elif self.tests:
@@ -118,25 +123,21 @@ class DataTranslation:
         return value
 
     def _add(self, split: str, value: Any) -> None:
-        """Files of one split. Validation sets are one set here; test sets keep apart."""
+        """Files of one split. Several validation sets and test sets keep apart."""
         files = [] if value is None else value if isinstance(value, list) else [value]
         if not files:
             return
-        if split == "test":
-            self.tests += files
+        if split != "train":
+            (self.tests if split == "test" else self.vals).extend(files)
             return
-        if split == "train" and ("train" in self.values or len(files) > 1):
+        if "train" in self.values or len(files) > 1:
             raise ForgefieldError(
                 f"{self.section.file}: '{self.section.key}' has several training sets, and NequIP trains on one; join them."
             )
-        before = self.values.get(split) or []
-        together = [*(before if isinstance(before, list) else [before]), *files]
-        if len(together) > 1:
-            self.section.notes[f"{self.section.key}.{split}"] = "validation sets are validated together, as one."
-        self.values[split] = together[0] if len(together) == 1 else together
+        self.values["train"] = files[0]
 
     def _split(self, part: NequIPSection, source: Any) -> None:
-        if "train" in self.values or self.tests:
+        if "train" in self.values or self.vals or self.tests:
             raise ForgefieldError(
                 f"{part.file}: '{part.key}' splits a file in addition to other data; give each set as a file instead."
             )

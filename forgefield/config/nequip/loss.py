@@ -137,7 +137,8 @@ def _metric(item: NequIPSection, symbols: dict[str, str]) -> dict[str, float]:
     item.finish()
     if not weight:
         item.notes[item.key] = (
-            "it is not part of the monitored sum; MAE and RMSE of all targets are always measured, the largest with training.max_errors."
+            "it is not part of the monitored sum; MAE and RMSE of all targets are always measured, the largest errors with "
+            "training.max_errors."
         )
         return {}
     if per_atom and field != "total_energy":
@@ -176,9 +177,7 @@ def _renamed(section: NequIPSection, name: str) -> str:
     name, slash, symbol = name.partition("/")
     quantity, _, kind = name.rpartition("_")
     if quantity not in QUANTITIES or kind not in ERROR_SUFFIXES:
-        raise section.refused(
-            "coeffs", f"has {name}, which is not monitored here; use errors of kind mae, rmse or maxabserr"
-        )
+        raise section.refused("coeffs", f"has {name}, which is not monitored here; use mae, rmse or maxabserr")
     return f"{QUANTITIES[quantity]}_{ERROR_SUFFIXES[kind]}{slash}{symbol}"
 
 

@@ -163,9 +163,14 @@ class FramesProblem(Problem):
         if changed is not None:
             notify(changed)
 
+    @property
+    def validated(self) -> list[str]:
+        return ["val", *self.data.val_sets]
+
     def metric_names(self, split: str) -> list[str]:
         maxima = split != "train" and measures_maxima(self.config.training)
-        return ["loss", *self.task.error_metrics(self.data.species.symbols, maxima=maxima).names()]
+        losses = ["loss"] if split in ("train", "val") else []
+        return [*losses, *self.task.error_metrics(self.data.species.symbols, maxima=maxima).names()]
 
     def module(
         self, monitor: str, exchange: StepExchange | None, restart: ResumePoint | None, quick: bool
@@ -178,6 +183,7 @@ class FramesProblem(Problem):
             starter=self._engine_starter(restart, quick),
             validation=self._validation_batches(restart, quick),
             shapes=batch_shapes(self.data.train.fields),
+            val_sets=list(self.data.val_sets),
         )
         return self.module_of(executor, monitor, exchange)
 

@@ -121,6 +121,19 @@ def test_every_part_becomes_the_setting_with_its_meaning(file):
     assert config["training"]["monitor_weights"] == {"energy_total_mae": 0.25e-3, "forces_rmse": 0.75e-3}
 
 
+def test_validation_sets_keep_apart_and_the_first_is_monitored(file):
+    content = yaml.safe_load(CONFIG)
+    content["data"]["split_dataset"] = {"file_path": "cu.xyz", "train": 8, "test": 2}
+    content["data"]["val_file_path"] = ["a.xyz", "b.xyz"]
+    with pytest.raises(ForgefieldError, match="in addition to other data"):
+        nequip_translation(content, file)
+    del content["data"]["split_dataset"]
+    content["data"]["train_file_path"] = "cu.xyz"
+    config = nequip_translation(content, file).config
+    assert config["data"]["val"] == {"0": "a.xyz", "1": "b.xyz"}
+    assert config["training"]["monitor"] == "val-0/weighted_sum"
+
+
 def test_maximum_errors_are_part_of_the_monitored_sum(file):
     content = yaml.safe_load(CONFIG)
     content["training_module"]["val_metrics"]["coeffs"] = {"forces_mae": 1.0, "forces_maxabserr": 3.0}
