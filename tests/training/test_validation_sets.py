@@ -36,7 +36,7 @@ def test_every_set_has_the_metrics_of_a_run_that_is_validated_on_it_alone(tmp_pa
 @pytest.mark.parametrize(
     ("val", "message"),
     [
-        ({"a/b": "x.xyz"}, "cannot be the name of a set"),
+        ({"a/b": "x.xyz"}, "cannot be the name of a validation set"),
         ({"a": 0.1}, "a file, folder, pattern"),
         ({"path": "a.xyz", "b": "b.xyz"}, "data.val"),
         ({}, "data.val"),
