@@ -76,7 +76,8 @@ class UnitOptions:
     forces: str | None = None
     """Unit of the forces. Default: energy / length."""
     stress: str | None = None
-    """Unit of the stress, often `GPa` or `kbar`. Default: energy / length^3."""
+    """Unit of the stress, often `GPa` or `kbar`. Default: energy / length^3. A minus sign, `-kbar`, is for stresses that are
+    positive under compression, as those printed by VASP; ASE's are positive under tension. A number, `10 GPa`, is a factor."""
 
 
 @dataclass
@@ -218,8 +219,8 @@ def _check_named_sets(split: str, sets: Mapping[Any, Any], of_points: bool, sour
             raise wrong(sources, f"data.{split}", dict(sets), "a share, a number, a file, or {indices: file-or-list}")
         if not NAME.fullmatch(str(name)):
             raise ForgefieldError(
-                f"{sources.where(key)}: '{name}' cannot be the name of a {'test' if split == 'test' else 'validation'} set; use letters, digits and . _ + -, beginning "
-                "with a letter or digit."
+                f"{sources.where(key)}: '{name}' cannot be the name of a {'test' if split == 'test' else 'validation'} set; use "
+                "letters, digits and . _ + -, beginning with a letter or digit."
             )
         is_source = isinstance(files, Mapping) and "path" in files
         if not (is_source or (isinstance(files, str) and files) or (isinstance(files, Sequence) and len(files) > 0)):

@@ -13,7 +13,7 @@ MODULES = ("ASEDataModule", "NequIPDataModule", "sGDML_CCSD_DataModule", "WaterD
 DATASETS = ("ASEDataset", "NPZDataset", "HDF5Dataset", "NequIPLMDBDataset", "EMTTestDataset")
 TRANSFORMS = (
     "ChemicalSpeciesToAtomTypeMapper", "NeighborListTransform", "NeighborListPruneTransform", "SortedNeighborListTransform",
-    "VirialToStressTransform", "AddNaNStressTransform", "NonPeriodicCellTransform",
+    "VirialToStressTransform", "StressSignFlipTransform", "AddNaNStressTransform", "NonPeriodicCellTransform",
 )  # fmt: skip
 STATISTICS = ("CommonDataStatisticsManager", "EnergyOnlyDataStatisticsManager")
 LABELS = {"total_energy": "energy", "forces": "forces", "stress": "stress", "virial": "virial"}
@@ -44,6 +44,8 @@ class DataTranslation:
         self._loaders()
         self._statistics()
         section.finish()
+        if not self.values.get("units"):
+            self.values.pop("units", None)
         if "train" not in self.values:
             raise ForgefieldError(f"{section.file}: '{section.key}' names no training data.")
         if len(self.vals) == 1:
@@ -211,8 +213,10 @@ class DataTranslation:
         return labels
 
     def _transforms(self, section: NequIPSection) -> None:
+        kinds = []
         for item in section.objects("transforms"):
             kind = item.target(TRANSFORMS)
+            kinds.append(kind)
             if kind == "ChemicalSpeciesToAtomTypeMapper":
                 self._species(item)
             elif kind in ("NeighborListTransform", "SortedNeighborListTransform"):
@@ -226,6 +230,18 @@ class DataTranslation:
                 for name in ("padding", "override_cell"):
                     item.note(name, "the neighbours of frames without periodicity do not depend on a cell.")
             item.finish()
+        if kinds:
+            self._sign_of_stress(section, kinds)
+
+    def _sign_of_stress(self, section: NequIPSection, transforms: list[str]) -> None:
+        flips = transforms.count("StressSignFlipTransform")
+        if flips and "VirialToStressTransform" in transforms:
+            raise section.refused(
+                "transforms", "changes the sign of a stress that it computes from virials; leave out both"
+            )
+        units = {"stress": "-eV/A^3"} if flips % 2 else {}
+        if self.values.setdefault("units", units) != units:
+            raise section.refused("transforms", "changes the sign of the stress in some data sets only")
 
     def _cutoffs(self, item: NequIPSection) -> None:
         """Cutoffs of a neighbour list, which are those of the model here."""

@@ -134,6 +134,18 @@ def test_validation_sets_keep_apart_and_the_first_is_monitored(file):
     assert config["training"]["monitor"] == "val-0/weighted_sum"
 
 
+def test_a_flipped_stress_has_a_negative_unit(file):
+    content = yaml.safe_load(CONFIG)
+    flip = {"_target_": "nequip.data.transforms.StressSignFlipTransform"}
+    content["data"]["transforms"].append(flip)
+    assert nequip_translation(content, file).config["data"]["units"] == {"stress": "-eV/A^3"}
+    content["data"]["transforms"].append(flip)
+    assert "units" not in nequip_translation(content, file).config["data"]
+    content["data"]["transforms"].append({"_target_": "nequip.data.transforms.VirialToStressTransform"})
+    with pytest.raises(ForgefieldError, match="computes from virials"):
+        nequip_translation(content, file)
+
+
 def test_maximum_errors_are_part_of_the_monitored_sum(file):
     content = yaml.safe_load(CONFIG)
     content["training_module"]["val_metrics"]["coeffs"] = {"forces_mae": 1.0, "forces_maxabserr": 3.0}
