@@ -219,8 +219,8 @@ def _check_named_sets(split: str, sets: Mapping[Any, Any], of_points: bool, sour
             raise wrong(sources, f"data.{split}", dict(sets), "a share, a number, a file, or {indices: file-or-list}")
         if not NAME.fullmatch(str(name)):
             raise ForgefieldError(
-                f"{sources.where(key)}: '{name}' cannot be the name of a {'test' if split == 'test' else 'validation'} set; use "
-                "letters, digits and . _ + -, beginning with a letter or digit."
+                f"{sources.where(key)}: '{name}' cannot be the name of a {'test' if split == 'test' else 'validation'} set; "
+                "use letters, digits and . _ + -, beginning with a letter or digit."
             )
         is_source = isinstance(files, Mapping) and "path" in files
         if not (is_source or (isinstance(files, str) and files) or (isinstance(files, Sequence) and len(files) > 0)):
