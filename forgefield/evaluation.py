@@ -35,6 +35,7 @@ from forgefield.data.sampling.loader import FrameLoader
 from forgefield.data.sampling.plan import Budget
 from forgefield.data.species import SpeciesTable
 from forgefield.data.splits import is_lazy
+from forgefield.data.transforms import frame_transform
 from forgefield.errors import ForgefieldError
 from forgefield.files import write_atomically, written_atomically
 from forgefield.inference.evaluate import evaluate_batches, join_in_order, per_atom_outputs
@@ -190,7 +191,13 @@ def test_frames(
     labels, units = label_settings(options.labels), unit_settings(options.units)
     reader = LabelReader(labels, units)
     frames = read_table(
-        with_type_map(data, run.type_map), labels, units, lazy=is_lazy(options), required=labels_required, reader=reader
+        with_type_map(data, run.type_map),
+        labels,
+        units,
+        lazy=is_lazy(options),
+        required=labels_required,
+        reader=reader,
+        transform=frame_transform(options.transforms, run.trust),
     )
     require_same_data(frames.fingerprint, ranks)
     dataset = GraphDataset(frames, SpeciesTable(run.species, trained=True), run.graph)

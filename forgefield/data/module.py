@@ -10,6 +10,7 @@ from pathlib import Path
 import lightning
 import torch
 
+from forgefield.config.trust import NO_CODE, Trust
 from forgefield.data.batch import BatchSpec, Noise
 from forgefield.data.dataset import GraphDataset
 from forgefield.data.inspection.suspicions import LARGE_FORCES, cutoff_warnings, isolated_atom_warnings, label_warnings
@@ -101,6 +102,7 @@ def read_data(
     frames_by_default: int | None = None,
     progress: Progress | None = None,
     converting: ConversionProgress | None = None,
+    trust: Trust = NO_CODE,
 ) -> FrameData:
     """Read and split the frames that the data section names, build neighbour lists and compute statistics.
 
@@ -109,9 +111,10 @@ def read_data(
     determines `data.species`, for messages. keep_species: random splits keep every species in the training set; False for runs
     of versions that did not. frames_by_default: frames of a batch if `data.batch` gives no size; default: from the data.
     progress(done, total): called while neighbour lists are built. converting: the same for frames that `data.lazy` converts.
+    trust: whether the functions of `data.transforms` may be imported.
     """
     training_budget(options), evaluation_budget(options)  # invalid options are refused before data is read
-    splits = resolve_splits(options, seed, converting, keep_species=keep_species)
+    splits = resolve_splits(options, seed, converting, keep_species=keep_species, trust=trust)
     if len(splits.train) == 0:
         raise ForgefieldError("data.train contains no frames")
     _require_branches(splits, branches)

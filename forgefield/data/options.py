@@ -120,6 +120,9 @@ class DataOptions:
     """Names of the labels in the source."""
     units: UnitOptions = field(default_factory=UnitOptions)
     """Units of the source."""
+    transforms: list[Any] | None = None
+    """Functions of your own that change or leave out frames after reading: [my_file.my_function], or [{name:
+    my_file.my_function, argument: value}]. Each takes `ase.Atoms` with the values of the file and returns it, or None."""
     split_seed: int | None = seed_option(None)
     """Seed of the random split. Default: `seed`."""
     bootstrap: bool = False
@@ -179,6 +182,18 @@ def check_data(data: DataOptions, sources: Sources) -> None:
     for key in ("train", "val", "test", "indices"):
         if getattr(data, key) == "":
             raise wrong(sources, f"data.{key}", "", "the name of a file, folder or pattern")
+    for position, spec in enumerate(data.transforms or ()):
+        if not (isinstance(spec, str) and spec) and not (
+            isinstance(spec, Mapping) and isinstance(spec.get("name"), str)
+        ):
+            raise wrong(
+                sources, f"data.transforms.{position}", spec, "an import path, or {name: import.path, argument: value}"
+            )
+    if data.transforms and (data.points is not None or data.lazy is True):
+        raise ForgefieldError(
+            f"{sources.where('data.transforms')}: data.transforms are for frames in memory, not for "
+            f"{'grid points' if data.points is not None else 'data.lazy=true'}."
+        )
     for key in ("val", "test"):
         value = getattr(data, key)
         if isinstance(value, bool) or (isinstance(value, (int, float)) and value < 0):

@@ -15,6 +15,7 @@ from typing import Any
 import numpy as np
 from ase.data import chemical_symbols
 
+from forgefield.config.trust import NO_CODE, Trust
 from forgefield.data.labels.fields import Fields
 from forgefield.data.labels.label_reader import LabelReader
 from forgefield.data.neighbours.graph import GraphOptions
@@ -26,6 +27,7 @@ from forgefield.data.reading import label_settings, read_table, unit_settings
 from forgefield.data.sampling.order import seeded_permutation
 from forgefield.data.store.convert import Progress
 from forgefield.data.store.table import FrameTable
+from forgefield.data.transforms import FrameTransform, frame_transform
 from forgefield.errors import ForgefieldError
 from forgefield.untrusted.archives import map_npy
 
@@ -104,12 +106,17 @@ def parse_indices(spec: object, n: int, setting: str) -> np.ndarray:
 
 
 def resolve_splits(
-    options: DataOptions, seed: int, progress: Progress | None = None, *, keep_species: bool = True
+    options: DataOptions,
+    seed: int,
+    progress: Progress | None = None,
+    *,
+    keep_species: bool = True,
+    trust: Trust = NO_CODE,
 ) -> Splits:
     """Read all sources of `options` and divide them.
 
     progress: called while frames are converted. keep_species: a random split leaves every species in training;
-    False for runs that were started before it did.
+    False for runs that were started before it did. trust: whether the functions of `data.transforms` may be imported.
     """
     if options.train is None:
         raise ForgefieldError("data.train is not set; give a file, folder or glob of structures to train on")
@@ -117,7 +124,8 @@ def resolve_splits(
     kinds = {name: _kind(value, name) for name, value in requested.items()}
     _refuse_shared_files(options, requested, kinds)
     reader = LabelReader(label_settings(options.labels), unit_settings(options.units))
-    frames = _read(options.train, options, progress, reader=reader)
+    transform = frame_transform(options.transforms, trust)
+    frames = _read(options.train, options, progress, reader=reader, transform=transform)
     pool = np.arange(len(frames))
     if options.indices is not None:
         pool = np.sort(parse_indices(options.indices, len(frames), "data.indices"))
@@ -136,7 +144,7 @@ def resolve_splits(
     parts = {name: frames.select(rows) for name, rows in chosen.items()}
     for name, kind in kinds.items():
         if kind == "files":
-            parts[name] = _read(requested[name], options, progress, frames.fields)
+            parts[name] = _read(requested[name], options, progress, frames.fields, transform=transform)
             if len(parts[name]) == 0:
                 raise ForgefieldError(f"{_setting(name)}={requested[name]!r:.80} holds no frame")
     if len(pool) == 0:
@@ -208,8 +216,9 @@ def _read(
     progress: Progress | None,
     fields: Fields | None = None,
     reader: LabelReader | None = None,
+    transform: FrameTransform | None = None,
 ) -> FrameTable:
-    """fields: those of the training data, which the others need as well. reader: as `read_table` takes it."""
+    """fields: those of the training data, which the others need as well. reader, transform: as `read_table` takes them."""
     return read_table(
         spec,
         label_settings(options.labels, fields),
@@ -218,6 +227,7 @@ def _read(
         graph=graph_options(options),
         progress=progress,
         reader=reader,
+        transform=transform,
     )
 
 

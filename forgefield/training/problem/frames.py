@@ -117,6 +117,7 @@ class FramesProblem(Problem):
             keep_species=self.defaults.keep_species,
             frames_by_default=self.defaults.frames,
             converting=_conversion_report(self.session.journal.notify),
+            trust=CONFIG,
         )
 
     def _resolve(self) -> None:
