@@ -63,8 +63,8 @@ def read_table(
         files = list(group)
         if transform is not None and (in_store or lazy):
             raise ForgefieldError(
-                f"{files[0].name}: data.transforms are for files that are read into memory, not for stores or data.lazy; name the "
-                "files themselves"
+                f"{files[0].name}: data.transforms are for files that are read into memory, not for stores or data.lazy; name "
+                "the files themselves"
             )
         if in_store:
             for file in files:

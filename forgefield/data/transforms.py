@@ -1,7 +1,7 @@
 """Functions of the user that change frames after they have been read, before labels are selected (`data.transforms`).
 
-A function takes a structure of ASE with the values of the file in `info`, `arrays` and its calculator, in the units of the file,
-and returns it, changed or not, or None to leave it out. Labels, units and checks apply to what it returns.
+A function takes a structure of ASE with the values of the file in `info`, `arrays` and its calculator, in the units of the
+file, and returns it, changed or not, or None to leave it out. Labels, units and checks apply to what it returns.
 """
 
 from __future__ import annotations
@@ -53,8 +53,8 @@ def _transformed(raw: RawFrame, functions: Sequence[tuple[str, Callable[[Atoms],
             return None
         if not isinstance(result, Atoms):
             raise ForgefieldError(
-                f"{raw.where}: {SETTING}: {name} returned {type(result).__name__}; it must return ase.Atoms, or None for a frame "
-                "that is left out"
+                f"{raw.where}: {SETTING}: {name} returned {type(result).__name__}; it must return ase.Atoms, or None for a "
+                "frame that is left out"
             )
         atoms = result
     changed = raw_from_atoms(atoms, raw.source, raw.index)

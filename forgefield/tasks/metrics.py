@@ -71,12 +71,8 @@ class ErrorMetrics:
 
     @torch.no_grad()
     def add(self, measured: Tensor) -> None:
-        """Add the result of `measure`, from this process or another. The sums before stay as they are, where they are kept.
-
-        measured: may have maxima although these accumulators have none.
-        """
-        sums = self.sums.to(measured.device)
-        self.sums = merged(sums, measured) if self.maxima else sums + measured[:, :SUMS]
+        """Add the result of `measure`, from this process or another. The sums before stay as they are, where they are kept."""
+        self.sums = merged(self.sums.to(measured.device), measured)
 
     @torch.no_grad()
     def measure(self, outputs: dict[str, Tensor], batch: dict[str, Tensor]) -> Tensor:

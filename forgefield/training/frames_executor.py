@@ -232,13 +232,14 @@ class FramesExecutor(StepExecutor[Batch, Batch], ProbedModule):
         return StepFunction(
             self.potential,
             self.task,
-            self.val_errors,
+            self.train_errors,
             derivative=derivative,
             knots=table_knots(self.options),
             storage=self.options.kernels.storage,
             edge_kernels=self.options.kernels.edges,
             c_code=self.starter is None or not self.starter.excludes_c_code,
             shapes=self.shapes,
+            evaluation_errors=self.val_errors,
         )
 
     @property
