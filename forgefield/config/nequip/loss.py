@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from itertools import pairwise
 from typing import Any
 
 from forgefield.config.nequip.section import NequIPSection
@@ -18,7 +19,12 @@ TYPE_NAMES = "training_module.model.type_names"
 MISSING_LABELS = "labels that are missing (NaN) never count."
 METRICS = ("EnergyForceMetrics", "EnergyForceStressMetrics", "EnergyOnlyMetrics", "MetricsManager")
 FIELDS = {"total_energy": "energy", "forces": "forces", "stress": "stress", "virial": "virial"}
-KINDS = {"MeanSquaredError": "mse", "MeanAbsoluteError": "mae", "HuberLoss": "huber"}
+KINDS = {
+    "MeanSquaredError": "mse",
+    "MeanAbsoluteError": "mae",
+    "HuberLoss": "huber",
+    "StratifiedHuberForceLoss": "stratified huber",
+}
 ERRORS = {"MeanAbsoluteError": "mae", "RootMeanSquaredError": "rmse", "MaximumAbsoluteError": "max"}
 ERROR_SUFFIXES = {"mae": "mae", "rmse": "rmse", "max": "max", "maxabserr": "max"}
 """Ends of the names of errors in coefficients, and Forgefield's."""
@@ -74,6 +80,11 @@ class LossTranslation:
         if kind == "huber":
             target["huber_delta"] = metric.number("delta", 1.0, above=0)
             metric.only("reduction", "mean", "losses are means")
+        elif kind == "stratified huber":
+            if field != "forces":
+                raise item.refused("metric", "is StratifiedHuberForceLoss, which is for forces")
+            target |= {"loss": "huber", "huber_deltas": _strata(metric)}
+            metric.only("reduction", "mean", "losses are means")
         metric.finish()
         if FIELDS[field] in ("energy", "virial"):
             target["per_atom"] = per_atom
@@ -90,6 +101,18 @@ class LossTranslation:
     def scale(self, weights: dict[str, float]) -> None:
         for name, weight in normalised(weights).items():
             self.task[name]["weight"] = weight
+
+
+def _strata(metric: NequIPSection) -> list[list[float]]:
+    """[[force, delta], ...] of a stratified loss. NequIP takes the bounds in the order in which they are written."""
+    values = metric.take("delta_dict")
+    try:
+        strata = [[float(bound), float(delta)] for bound, delta in dict(values or {}).items()]
+    except (TypeError, ValueError):
+        raise metric.wrong("delta_dict", values, "a mapping of forces to deltas") from None
+    if len(strata) < 1 or any(one[0] >= other[0] for one, other in pairwise(strata)):
+        raise metric.refused("delta_dict", "must have ascending forces, each with its delta")
+    return strata
 
 
 def normalised(weights: dict[str, float]) -> dict[str, float]:

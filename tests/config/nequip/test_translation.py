@@ -134,6 +134,20 @@ def test_validation_sets_keep_apart_and_the_first_is_monitored(file):
     assert config["training"]["monitor"] == "val-0/weighted_sum"
 
 
+def test_a_stratified_huber_loss_keeps_its_strata(file):
+    content = yaml.safe_load(CONFIG)
+    del content["trainer"]["callbacks"]
+    energy = {"field": "total_energy", "coeff": 1.0, "metric": {"_target_": "nequip.train.MeanSquaredError"}}
+    metric = {"_target_": "nequip.train.StratifiedHuberForceLoss", "delta_dict": {0: 0.1, 5: 0.2}}
+    forces = {"field": "forces", "coeff": 3.0, "metric": metric}
+    content["training_module"]["loss"] = {"_target_": "nequip.train.MetricsManager", "metrics": [energy, forces]}
+    task = nequip_translation(content, file).config["task"]
+    assert task["forces"] == {"weight": 0.75, "loss": "huber", "huber_deltas": [[0.0, 0.1], [5.0, 0.2]]}
+    forces["field"] = "stress"
+    with pytest.raises(ForgefieldError, match="which is for forces"):
+        nequip_translation(content, file)
+
+
 def test_a_flipped_stress_has_a_negative_unit(file):
     content = yaml.safe_load(CONFIG)
     flip = {"_target_": "nequip.data.transforms.StressSignFlipTransform"}
