@@ -51,8 +51,8 @@ class DescriptorOptions(AnyDescriptorOptions):
 
 
 @dataclass
-class EmbeddingOptions(DescriptorOptions):
-    """Options of descriptors with an embedding network that reads rows of the environment."""
+class RowOptions(DescriptorOptions):
+    """Options of descriptors with networks that read rows of the environment."""
 
     takes_total: ClassVar[bool] = False
     """Whether `sel` may be one number for all species."""
@@ -67,16 +67,12 @@ class EmbeddingOptions(DescriptorOptions):
     """Widths of the embedding network."""
     resnet_dt: bool = False
     """Residual layers with trained step sizes."""
-    type_one_side: bool = False
-    """An embedding network for each species of the neighbour, not for each pair of species."""
     set_davg_zero: bool = False
     """Divide by deviations without subtracting means."""
     davg: list[list[float]] | None = None
     """Mean of the rows, by species of the centre, 1/A. From the training data."""
     dstd: list[list[float]] | None = None
     """Deviation of the rows, by species of the centre, 1/A. From the training data."""
-    neighbour_norm: float | None = None
-    """Divisor of sums over neighbours. Default: the sum of `sel`, or without it the mean number of neighbours."""
     most_neighbours: list[int] | None = None
     """Largest number of neighbours of each species of an atom in the training data; slots for them are reserved on export."""
 
@@ -85,6 +81,16 @@ class EmbeddingOptions(DescriptorOptions):
             raise ForgefieldError(
                 f"model.descriptor.sel is {self.sel}; it must be a list with one number for each species, auto or null."
             )
+
+
+@dataclass
+class EmbeddingOptions(RowOptions):
+    """Options of descriptors with an embedding of each neighbour."""
+
+    type_one_side: bool = False
+    """An embedding network for each species of the neighbour, not for each pair of species."""
+    neighbour_norm: float | None = None
+    """Divisor of sums over neighbours. Default: the sum of `sel`, or without it the mean number of neighbours."""
 
 
 @dataclass
@@ -200,7 +206,7 @@ class DeepPotOptions:
     branch has its own fitting network, unless `share` names the branch whose network it uses, and its own `out_bias`."""
 
 
-def check_network(where: str, options: EmbeddingOptions | FittingOptions, *, allow_none: bool = False) -> None:
+def check_network(where: str, options: RowOptions | FittingOptions, *, allow_none: bool = False) -> None:
     """Raise for options of a network that are wrong. allow_none: whether it may have no hidden layers."""
     check_values(options, where)
     check_activation(f"{where}.activation_function", options.activation_function)
@@ -208,7 +214,7 @@ def check_network(where: str, options: EmbeddingOptions | FittingOptions, *, all
         raise ForgefieldError(f"{where}.neuron is {options.neuron}; it needs at least one width, each at least 1.")
 
 
-def check_descriptor(options: EmbeddingOptions, species: Sequence[str], cutoff: float) -> None:
+def check_descriptor(options: RowOptions, species: Sequence[str], cutoff: float) -> None:
     """Raise for descriptor options that are wrong."""
     where = "model.descriptor"
     check_network(where, options)
@@ -346,6 +352,7 @@ def rcond_of(fitting: FittingOptions) -> float | None:
 DESCRIPTORS = {
     "se_e2_a": "se_e2.SeE2A",
     "se_e2_r": "se_e2.SeE2R",
+    "se_e3": "se_e3.SeE3",
     "se_atten": "se_atten.SeAtten",
     "se_atten_v2": "se_atten.SeAttenV2",
     "hybrid": "hybrid.Hybrid",
@@ -359,7 +366,14 @@ FITTINGS = {
     "polar": "tensor_fitting.PolarFitting",
 }
 """Where the class of each fitting network is; it has `Options` and `complete`."""
-ALIASES = {"se_a": "se_e2_a", "se_r": "se_e2_r", "dpa1": "se_atten"}
+ALIASES = {
+    "se_a": "se_e2_a",
+    "se_r": "se_e2_r",
+    "se_t": "se_e3",
+    "se_at": "se_e3",
+    "se_a_3be": "se_e3",
+    "dpa1": "se_atten",
+}
 _DATA_SETTINGS = {"rcut": "data.cutoff", "type_map": "data.species", "ntypes": "data.species"}
 _NOT_APPLICABLE = {
     "dim_case_embd": "a model has one fitting network",
