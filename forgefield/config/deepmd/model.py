@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from forgefield.config.deepmd.descriptors import networks_of, translate_descriptor
 from forgefield.config.deepmd.section import MISSING, Section, is_number
+from forgefield.config.deepmd.types import elements_of_types, renamed
 from forgefield.config.deepmd.values import NETWORK, PRECISIONS, kind_of, written_values
-from forgefield.config.nearest import did_you_mean
 from forgefield.errors import ForgefieldError
 from forgefield.files import find_path
 
@@ -60,6 +60,8 @@ class Model:
     precision: str
     fields: dict[str, Any]
     """Additional values that the network reads from the data (`data.labels.fields`)."""
+    type_names: dict[str, str] = field(default_factory=dict)
+    """Elements of atom types that have other names."""
 
     @property
     def fitting(self) -> dict[str, Any]:
@@ -67,9 +69,12 @@ class Model:
         return fitting
 
 
-def translate_model(section: Section) -> Model:
+def translate_model(section: Section, elements: Sequence[str] | None = None) -> Model:
+    """elements: of the atom types, in their order, where the user gave them."""
     _refuse_other_kinds(section)
-    species = _species(section)
+    types = _types(section)
+    species = elements_of_types(str(section.file), section.path("type_map"), types, elements)
+    type_names = renamed(types, species)
     descriptor, cutoff = translate_descriptor(section)
     fitting = _fitting(section)
     precision = _agree_on_precision(descriptor, fitting)
@@ -78,8 +83,14 @@ def translate_model(section: Section) -> Model:
         if value := section.take(name, []):
             options[name] = value
     options |= _short_range(section) | _preset_bias(section, len(species))
+    if type_names:
+        options["type_names"] = types
+        section.notes[section.path("type_map")] = (
+            f"{', '.join(f'{name} is {element}' for name, element in type_names.items())} in structures; training does not depend "
+            "on these elements (data.species), and files for DeePMD-kit contain the names (model.type_names)."
+        )
     section.finish()
-    return Model(options, species, cutoff, precision, _parameter_fields(fitting))
+    return Model(options, species, cutoff, precision, _parameter_fields(fitting), type_names)
 
 
 def _refuse_other_kinds(section: Section) -> None:
@@ -105,23 +116,14 @@ def _refuse_other_kinds(section: Section) -> None:
         section.note(name, f"no effect: {why}.", unless=[{}])
 
 
-def _species(section: Section) -> list[str]:
+def _types(section: Section) -> list[str]:
     names = section.take("type_map")
     if names is None:
-        raise section.refused("type_map", "is missing; name the element of each atom type, such as ['O', 'H']")
+        raise section.refused("type_map", "is missing; name each atom type, such as ['O', 'H']")
     if not isinstance(names, list) or not names or not all(isinstance(name, str) for name in names):
-        raise section.wrong("type_map", names, "a list of elements such as ['O', 'H']")
+        raise section.wrong("type_map", names, "a list of names such as ['O', 'H']")
     if len(set(names)) != len(names):
-        raise section.wrong("type_map", names, "a list of different elements")
-    from ase.data import chemical_symbols
-
-    for name in names:
-        if name not in chemical_symbols[1:]:
-            raise section.refused(
-                "type_map",
-                f"names '{name}', and types are chemical elements here{_aside(name, chemical_symbols[1:])}; name the element "
-                "in the input and in type_map.raw",
-            )
+        raise section.wrong("type_map", names, "a list of different names")
     return names
 
 
@@ -184,8 +186,3 @@ def _parameter_fields(fitting: dict[str, Any]) -> dict[str, Any]:
     sizes = {name: fitting.get(f"numb_{name}", 0) for name in ("fparam", "aparam")}
     per = {"fparam": "frame", "aparam": "atom"}
     return {name: {"per": per[name], "shape": [size]} for name, size in sizes.items() if size}
-
-
-def _aside(name: str, candidates: Sequence[str]) -> str:
-    hint = did_you_mean(name, candidates).strip()
-    return f" ({hint[0].lower()}{hint[1:]})" if hint else ""

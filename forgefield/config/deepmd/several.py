@@ -6,7 +6,7 @@ together, and what cannot be put together is refused.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -58,9 +58,9 @@ class Shared:
 
 
 class Branches:
-    """A multi-task input, branch by branch. model, training: sections of the input. root: the input."""
+    """A multi-task input, branch by branch. model, training: sections of the input. root: the input. elements: of the atom types, where the user gave them."""
 
-    def __init__(self, root: Section, model: Section, training: Section) -> None:
+    def __init__(self, root: Section, model: Section, training: Section, elements: Sequence[str] | None) -> None:
         self.root, self.training, self.file = root, training, root.file
         shared = Shared(model.below("shared_dict"), self.file)
         branches = model.take("model_dict")
@@ -72,7 +72,9 @@ class Branches:
         for name in names:
             content = {**common, **shared.expand(name, branches[name])}
             self._note_aliases(name, content.pop("model_branch_alias", None))
-            self.models[name] = translate_model(Section(content, self.file, f"model.model_dict.{name}", root.notes))
+            self.models[name] = translate_model(
+                Section(content, self.file, f"model.model_dict.{name}", root.notes), elements
+            )
         shared.finish()
         self.shared = shared
         self._require_common()
@@ -132,7 +134,9 @@ class Branches:
             branches[name] = section
         options["fitting_net"] = {"type": "ener"}
         fields = {key: value for model in self.models.values() for key, value in model.fields.items()}
-        return Model({**options, "branches": branches}, first.species, first.cutoff, first.precision, fields)
+        return Model(
+            {**options, "branches": branches}, first.species, first.cutoff, first.precision, fields, first.type_names
+        )
 
     def task(self) -> dict[str, Any]:
         """Our `task`: targets of each branch."""
@@ -147,11 +151,11 @@ class Branches:
 
     def data(self) -> dict[str, Any]:
         """Our `data`: sources of all branches, and how often each is drawn."""
-        species = next(iter(self.models.values())).species
+        first = next(iter(self.models.values()))
         parts = {}
         for name, content in _by_branch(self.training, "data_dict", self.names).items():
             section = Section(content, self.file, f"training.data_dict.{name}", self.root.notes)
-            parts[name] = translate_data(section, species)
+            parts[name] = translate_data(section, first.species, first.type_names)
             section.note("stat_file", "statistics are kept by themselves, for any run with the same data.")
             section.finish()
         val = [entry for name, part in parts.items() for entry in _of_branch(part["val"], name)]

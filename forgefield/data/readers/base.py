@@ -13,6 +13,10 @@ from forgefield.data.labels.fields import Fields
 from forgefield.data.options import UnitOptions
 
 
+TypeMap = tuple[str, ...] | tuple[tuple[str, str], ...]
+"""Elements of the atom types of DeePMD systems: of types 0, 1, ..., or (name, element) of types that have names."""
+
+
 @dataclass(frozen=True)
 class SourceFile:
     path: Path
@@ -21,7 +25,7 @@ class SourceFile:
     """Multiplies the weights of its frames."""
     share: float | None = None
     """Sampling share of all files that one entry of the setting names, together."""
-    type_map: tuple[str, ...] | None = None
+    type_map: TypeMap | None = None
     """Elements of a DeePMD system's atom types, where the system does not name them itself."""
     group: str | None = None
     """Group within an HDF5 file; None: all of it."""

@@ -9,6 +9,7 @@ import json
 import os
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import yaml
@@ -93,12 +94,20 @@ def model_tree(model: DeepPot, sel: list[int] | None = None) -> Tree:
         "descriptor": descriptor,
         "fitting": fitting,
     }
+    written = standard if options.srtab is None else table_tree(standard, options, model.cutoff)
     return {
-        "model": standard if options.srtab is None else table_tree(standard, options, model.cutoff),
+        "model": _with_type_map(written, options.type_names or species),
         "model_def_script": {},
         "software": "forgefield",
         "version": __version__,
     }
+
+
+def _with_type_map(node: Any, names: Sequence[str]) -> Any:
+    """The tree with these names of types."""
+    if isinstance(node, Mapping):
+        return {key: list(names) if key == "type_map" else _with_type_map(item, names) for key, item in node.items()}
+    return [_with_type_map(item, names) for item in node] if isinstance(node, list) else node
 
 
 def _networks(model: DeepPot) -> Networks:

@@ -6,15 +6,15 @@ Anything without a counterpart here is refused, never dropped.
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
-from ase.data import atomic_numbers
 from torch import Tensor
 
+from forgefield.config.deepmd.types import elements_of_types, renamed
 from forgefield.errors import ForgefieldError
 from forgefield.models.building import build_model
 from forgefield.models.deeppot.deepmd_descriptors import cutoff_of_tree, descriptor_from_tree
@@ -32,17 +32,20 @@ from forgefield.models.deeppot.deepmd_networks import (
 )
 from forgefield.models.deeppot.deepmd_tables import split_table
 from forgefield.models.importing import ImportedModel, Importer, ImportRequest
+from forgefield.models.resolved import TYPE_NAMES
 from forgefield.models.resolving import resolve_model
 
 
-def read_deepmd(path: str | os.PathLike[str], *, head: str | None = None) -> ImportedModel:
+def read_deepmd(
+    path: str | os.PathLike[str], *, head: str | None = None, species: Sequence[str] | None = None
+) -> ImportedModel:
     """Model in a file of DeePMD-kit (.yaml, .dp), a frozen model (.pth) or a checkpoint (.pt) of its torch
     backend. head: which of several models that
-    were trained together."""
+    were trained together. species: elements of the atom types, in their order, if their names do not tell them."""
     path = Path(path)
     tree = read_tree(path, head)
     try:
-        return _assemble(path, tree)
+        return _assemble(path, tree, species)
     except (KeyError, TypeError, IndexError, AttributeError) as error:
         raise ForgefieldError(f"{path} is not a model as DeePMD-kit 3 writes them: {error!r}.") from error
 
@@ -50,16 +53,16 @@ def read_deepmd(path: str | os.PathLike[str], *, head: str | None = None) -> Imp
 class DeepmdImporter(Importer):
     """Reads models of DeePMD-kit."""
 
-    accepts = ("head",)
+    accepts = ("head", "species")
 
     def read(self, request: ImportRequest) -> ImportedModel:
-        return read_deepmd(request.source, head=request.head)
+        return read_deepmd(request.source, head=request.head, species=request.species)
 
 
 IMPORTER = DeepmdImporter()
 
 
-def _assemble(path: Path, tree: Tree) -> ImportedModel:
+def _assemble(path: Path, tree: Tree, elements: Sequence[str] | None) -> ImportedModel:
     model, table = tree["model"], dict[str, Any]()
     if model["type"] == "zbl":
         try:
@@ -70,7 +73,9 @@ def _assemble(path: Path, tree: Tree) -> ImportedModel:
         raise ForgefieldError(
             f"{path} is a model of type {model['type']}; standard models, and those with a pair table (zbl), can be imported."
         )
-    species = _species(path, model["type_map"])
+    types = [str(name) for name in model["type_map"]]
+    species = elements_of_types(str(path), "type_map", types, elements)
+    type_names = renamed(types, species)
     descriptor, fitting = model["descriptor"], model["fitting"]
     if fitting["type"] not in ("ener", *TYPES):
         supported = ", ".join(("ener", *TYPES))
@@ -95,6 +100,7 @@ def _assemble(path: Path, tree: Tree) -> ImportedModel:
         "atom_exclude_types": excluded,
         **biases,
         **table,
+        **({TYPE_NAMES: types} if type_names else {}),
     }
     resolved = resolve_model(section, species=species, cutoff=cutoff_of_tree(descriptor))
     weights |= fitting_weights
@@ -107,7 +113,8 @@ def _assemble(path: Path, tree: Tree) -> ImportedModel:
         precision,
         origin=f"{path.name}: {tree.get('software', 'deepmd-kit')} {version}",
         checked="Checked: every weight has the shape that follows from the options in the file, and none is missing; the file "
-        "contains no predictions to compare with.",
+        "contains no predictions to compare with."
+        + "".join(f" Type {name} is {element} in structures." for name, element in type_names.items()),
     )
 
 
@@ -124,13 +131,6 @@ def _tensor_fitting(model: Tree, section: Tree, excluded: list[int]) -> tuple[Tr
     bias, std = (None if values is None else np.asarray(values, dtype=np.float64)[0] for values in applied)
     options, state = fitting_from_tree(section, bias, std, excluded)
     return options, {f"fitting.{name}": value for name, value in state.items()}
-
-
-def _species(path: Path, type_map: list[str]) -> list[str]:
-    for name in type_map:
-        if name not in atomic_numbers:
-            raise ForgefieldError(f"{path}: atom type {name} is not a chemical symbol.")
-    return list(type_map)
 
 
 def _fill(path: Path, shapes: Mapping[str, Tensor], weights: Arrays) -> dict[str, Tensor]:

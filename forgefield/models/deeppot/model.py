@@ -46,6 +46,7 @@ from forgefield.models.deeppot.variants import (
 )
 from forgefield.models.edges import Batch, EdgeContext
 from forgefield.models.interface import DirectOutput, LastLayer, RegisteredModel
+from forgefield.models.resolved import TYPE_NAMES
 from forgefield.ops.graph import EdgeGraph, Segments, gather, join
 
 DESCRIPTOR_SECTIONS = ("descriptor", "descriptor.list")
@@ -160,7 +161,10 @@ class DeepPot(RegisteredModel[DeepPotOptions]):
 
     @classmethod
     def equivalent(cls, name: str, one: object, other: object, section: Mapping[str, Any]) -> bool:
-        """`sel` of se_atten is a number of neighbours of any species, or a list of which only the sum matters."""
+        """`sel` of se_atten is a number of neighbours of any species, or a list of which only the sum matters; names of types
+        change nothing."""
+        if name == TYPE_NAMES:
+            return True
         if not name.startswith("descriptor.") or not name.endswith(".sel"):
             return False
         if section.get("type") not in ("se_atten", "se_atten_v2"):
@@ -207,6 +211,7 @@ class DeepPot(RegisteredModel[DeepPotOptions]):
                 raise ForgefieldError(
                     f"model.atom_exclude_types contains {number}; indices of species are from 0 to {len(species) - 1}."
                 )
+        _check_type_names(options.type_names, species)
         short_range = complete_short_range(options, species, cutoff)
         fitting_class, of_fitting = fitting_part(options.fitting_net)
         fitting = fitting_class.complete(of_fitting, species=species, statistics=statistics)
@@ -320,6 +325,13 @@ class DeepPot(RegisteredModel[DeepPotOptions]):
         if self.unseen:
             atomic = atomic * self.atom_seen.index_select(0, species)
         return atomic
+
+
+def _check_type_names(names: Sequence[str] | None, species: Sequence[str]) -> None:
+    if names is not None and (len(names) != len(species) or len(set(names)) != len(names)):
+        raise ForgefieldError(
+            f"model.type_names is {list(names)}; it needs a different name for each of {', '.join(species)}, or leave it out."
+        )
 
 
 def _complete_branches(

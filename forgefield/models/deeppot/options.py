@@ -201,6 +201,8 @@ class DeepPotOptions:
     """The table that was read from `use_srtab`."""
     out_bias: list[float] | None = None
     """Energy of each species that is added to the network's, eV. From the training data."""
+    type_names: list[str] | None = None
+    """Names of the species in systems and models of DeePMD-kit; default: the elements."""
     branches: dict[str, Any] = field(default_factory=dict)
     """Several energies of one descriptor, by name, each learnt from its own data: {water: {}, ice: {fitting_net: {seed: 2}}}. A
     branch has its own fitting network, unless `share` names the branch whose network it uses, and its own `out_bias`."""

@@ -24,6 +24,7 @@ from forgefield.errors import ForgefieldError
 from forgefield.models.deeppot.fitting import Fitting
 from forgefield.models.deeppot.options import descriptor_part, fitting_part
 from forgefield.models.interface import unknown_species
+from forgefield.models.resolved import TYPE_NAMES
 
 KEYS = ("fitting_net", "out_bias", "share")
 ALONE = ("seed",)
@@ -166,6 +167,8 @@ def extended_options(resolved: Mapping[str, Any], new: Sequence[str], measured: 
     n = len(options["species"])
     options["species"] = [*options["species"], *new]
     options["out_bias"] = [*options["out_bias"], *[0.0] * len(new)]
+    if options.get(TYPE_NAMES):
+        options[TYPE_NAMES] = [*options[TYPE_NAMES], *new]
     descriptor_class, descriptor = descriptor_part(options["descriptor"])
     options["descriptor"] = dataclasses.asdict(descriptor_class.extended(descriptor, n, measured))
     if options["fitting_net"]["atom_ener"]:
