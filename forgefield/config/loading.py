@@ -168,7 +168,7 @@ def _read(source: Source | None, overrides: Sequence[str]) -> tuple[Sources, dic
         path = Path(source).expanduser()
         content = read_input(path)
         if is_deepmd_input(content):
-            return Sources(main=path, translated=True), translate(content, path, _given_species(overrides)), path.absolute().parent
+            return Sources(main=path, translated=True), translate(content, path, given_species(overrides)), path.absolute().parent
         if is_nequip_config(content):
             config = nequip_translation(content, path).config
             return Sources(main=path, translated=True), config, path.absolute().parent
@@ -187,7 +187,7 @@ def _read(source: Source | None, overrides: Sequence[str]) -> tuple[Sources, dic
     return Sources(), content, Path.cwd()
 
 
-def _given_species(overrides: Sequence[str]) -> list[str] | None:
+def given_species(overrides: Sequence[str]) -> list[str] | None:
     """The value of the override `data.species`: elements of the atom types of an input of DeePMD-kit."""
     values = [item.value() for item in _parse(overrides) if item.key_or_group == "data.species"]
     return [str(symbol) for symbol in values[-1]] if values and isinstance(values[-1], list) else None

@@ -50,7 +50,8 @@ def _names(sources: Any) -> list[str]:
 def _validation(section: Section | None, species: list[str], type_names: dict[str, str]) -> dict[str, Any]:
     if section is None:
         return {"val": None}
-    data = {"val": _sources(section, species, type_names), "eval_batch": _evaluation_batch(section)}
+    sources = _sources(section, species, type_names)
+    data = {"val": [sources] if isinstance(sources, dict) else sources, "eval_batch": _evaluation_batch(section)}
     note = "every validation is over all of its frames, each once."
     for name in ("numb_btch", "sys_probs", "auto_prob"):
         value = section.take(name, also=ALIASES[name])
@@ -73,15 +74,19 @@ def _sources(section: Section, species: list[str], type_names: dict[str, str]) -
     patterns = section.take("rglob_patterns")
     if patterns is not None and not (isinstance(patterns, list) and all(isinstance(p, str) for p in patterns)):
         raise section.wrong("rglob_patterns", patterns, "a list of patterns")
-    sources = [entry for name in names for entry in _entries(name, patterns, section.file, species)]
+    sources = [entry for name in names for entry in _entries(name, patterns, section.file, species, type_names)]
     sources = [with_names(source, type_names) for source in sources]
-    return sources[0] if len(sources) == 1 and isinstance(sources[0], str) else sources
+    return sources[0] if len(sources) == 1 else sources
 
 
-def _entries(name: str, patterns: list[str] | None, file: Path, species: list[str]) -> list[Any]:
+def _entries(
+    name: str, patterns: list[str] | None, file: Path, species: list[str], type_names: dict[str, str]
+) -> list[Any]:
     """One entry of `systems`: itself, or the systems below that folder as DeePMD-kit looks for them."""
     root = next((folder / name for folder in (Path.cwd(), file.absolute().parent) if (folder / name).exists()), None)
-    if root is None or root.is_file() or root.suffix == ".lmdb":
+    if Path(name).suffix == ".lmdb" or (root is not None and (root / "data.mdb").is_file()):
+        return [name if type_names else {"path": name, "type_map": species}]  # used if the file does not name its types
+    if root is None or root.is_file():
         return [name]  # errors in it are reported by the reader
     looked = (
         root.rglob("type.raw")

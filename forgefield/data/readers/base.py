@@ -83,6 +83,10 @@ class Reader(ABC):
     ) -> Iterator[RawFrame | RawBlock | Frame]:
         """Frames start to stop, in order: as they are in the file, one by one or in blocks, or (stores) as finished frames."""
 
+    def names_types(self, source: SourceFile) -> bool:
+        """Whether a source with atom types names them."""
+        return True
+
     def count(self, source: SourceFile) -> int | None:
         """Number of frames if it can be determined quickly and any range of frames can be read; else None."""
         return None

@@ -43,6 +43,9 @@ class DeepmdReader(Reader):
     ) -> Iterator[RawBlock]:
         return read_system(open_folder(source.path, source.type_map), start, stop)
 
+    def names_types(self, source: SourceFile) -> bool:
+        return (source.path / "type_map.raw").is_file()
+
     def count(self, source: SourceFile) -> int:
         return sum(open_folder(source.path, source.type_map).lengths())
 

@@ -75,7 +75,7 @@ def with_type_map(
         reader = find_reader(file.path)
         if file.type_map is not None or reader is None or not reader.has_atom_types:
             continue
-        if file.path.is_dir() and not (file.path / "type_map.raw").is_file():
+        if not reader.names_types(file):
             if type_map is not None:
                 if not changed:
                     names = ", ".join(type_map)

@@ -174,7 +174,7 @@ def _checkpoint_tree(
         descriptor = descriptor_from_checkpoint(descriptor, inside, n_species)
         fitting["nets"] = {"networks": networks_of_checkpoint(arrays, "fitting_net.filter_layers.networks")}
         fitting["precision"] = fitting["nets"]["networks"][0]["layers"][0]["@variables"]["w"].dtype.name
-    names = ("bias_atom_e", "fparam_avg", "fparam_inv_std", "aparam_avg", "aparam_inv_std")
+    names = ("bias_atom_e", "fparam_avg", "fparam_inv_std", "aparam_avg", "aparam_inv_std", "case_embd")
     fitting["@variables"] = {name: arrays.get(f"fitting_net.{name}") for name in names}
     fitting["type"] = fitting.get("type", "ener")
     if not is_energy:

@@ -134,6 +134,10 @@ def _fitting(model: DeepPot, weights: list[Weights]) -> Tree:
     for name, (count, mean, deviation) in options.parameters.items():
         variables[f"{name}_avg"] = np.array(mean) if count else None
         variables[f"{name}_inv_std"] = 1 / np.array(deviation) if count else None
+    case_embedding = {}
+    if options.dim_case_embd:
+        case_embedding = {"dim_case_embd": options.dim_case_embd}
+        variables["case_embd"] = np.array([float(number == options.case) for number in range(options.dim_case_embd)])
     default = {} if options.default_fparam is None else {"@version": 4, "default_fparam": list(options.default_fparam)}
     return {
         "@class": "Fitting",
@@ -162,6 +166,7 @@ def _fitting(model: DeepPot, weights: list[Weights]) -> Tree:
         "nets": collection_tree(fitting.networks, n, "fitting_network", ndim=0 if mixed else 1, weights=weights),
         "@variables": variables,
         **default,
+        **case_embedding,
     }
 
 

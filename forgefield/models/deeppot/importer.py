@@ -149,10 +149,16 @@ def _fill(path: Path, shapes: Mapping[str, Tensor], weights: Arrays) -> dict[str
 
 def _energy_fitting(section: Tree, excluded: list[int]) -> tuple[Tree, Arrays]:
     """Options and weights of an energy fitting. excluded: species without an energy in the model."""
-    refuse("fitting", section, {**HARMLESS, "exclude_types": ([], excluded)})
+    harmless = {key: values for key, values in HARMLESS.items() if key != "dim_case_embd"}
+    refuse("fitting", section, {**harmless, "exclude_types": ([], excluded)})
     options = {key: section[key] for key in SAME} | parameter_options(section)
     options |= {"type": "ener", "rcond": section.get("rcond"), "trainable": section.get("trainable", True)}
     options["default_fparam"] = section.get("default_fparam")
+    if section.get("dim_case_embd"):
+        case = np.ravel(section["@variables"]["case_embd"]).tolist()
+        if len(case) != section["dim_case_embd"] or sorted(case)[:-1] != [0.0] * (len(case) - 1) or max(case) not in (0, 1):
+            raise ForgefieldError(f"fitting.case_embd is {case}; it should be one 1 among zeros.")
+        options |= {"dim_case_embd": len(case), "case": case.index(1.0) if max(case) == 1 else None}
     if any(energy is not None for energy in section.get("atom_ener") or []):
         options["atom_ener"] = [None if e is None else float(np.ravel(e)[0]) for e in section["atom_ener"]]
     return options, stacked_state("fitting.networks", section["nets"]["networks"])

@@ -171,6 +171,10 @@ class EnergyFittingOptions(FittingOptions):
     type: str = "ener"
     rcond: float | None = None
     """Singular values below this fraction of the largest are ignored in the fit of `out_bias`."""
+    dim_case_embd: int = option(0, at_least=0)
+    """Numbers that tell apart branches with a common network: 1 for the branch, in the order of their names, and 0 for others."""
+    case: int | None = option(None, at_least=0)
+    """With `dim_case_embd`, in a model with one energy: the index of its branch; null: all numbers are 0."""
     atom_ener: list[float | None] = field(default_factory=list)
     """Energy of the isolated atom of each species, eV, or null. Networks of species with one are zero without neighbours."""
 
@@ -378,7 +382,6 @@ ALIASES = {
 }
 _DATA_SETTINGS = {"rcut": "data.cutoff", "type_map": "data.species", "ntypes": "data.species"}
 _NOT_APPLICABLE = {
-    "dim_case_embd": "a model has one fitting network",
     "use_aparam_as_mask": "missing atoms are left out of the data",
     "layer_name": "networks do not share layers by name",
     "spin": "spins are not part of this model",

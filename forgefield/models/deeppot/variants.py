@@ -122,7 +122,10 @@ def single(
             f"the model has the branches {', '.join(names)}, and {asked} (head=NAME, --head NAME).{hint}"
         )
     section, index, n_species = branches[name], names.index(name), len(resolved["species"])
-    options = {**resolved, "branches": {}, "fitting_net": section["fitting_net"], "out_bias": section["out_bias"]}
+    fitting_net = dict(section["fitting_net"])
+    if fitting_net.get("dim_case_embd"):
+        fitting_net["case"] = index
+    options = {**resolved, "branches": {}, "fitting_net": fitting_net, "out_bias": section["out_bias"]}
     number, n_networks = owners(branches), max(owners(branches)) + 1
     if state is None:
         return options, {}

@@ -311,6 +311,16 @@ def test_curves_of_absolute_errors_say_so() -> None:
     assert curve["errors"] == "mae"
 
 
+@pytest.mark.parametrize(("kind", "mode"), [("se_e2_a", "concat"), ("se_a_ebd_v2", "strip")])
+def test_a_type_embedding_is_that_of_se_atten_without_attention(kind: str, mode: str) -> None:
+    """`se_e2_a` that reads numbers of the types; any network of a list of types is a table of numbers."""
+    descriptor = {"type": kind, "sel": [46, 92], "rcut": 6.0, "neuron": [2, 4], "type_one_side": True}
+    plain = translated({"model.descriptor": descriptor, "model.type_embedding": {"neuron": [3, 5], "seed": 1}})
+    attention = {**descriptor, "type": "se_atten", "attn_layer": 0, "tebd_dim": 5, "set_davg_zero": False}
+    expected = translated({"model.descriptor": {**attention, "tebd_input_mode": mode}})
+    assert plain["model"] == expected["model"]
+
+
 # --- systems
 
 

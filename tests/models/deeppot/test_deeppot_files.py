@@ -194,15 +194,15 @@ def damage(tree: dict, what: str) -> None:
     if what == "another model type":
         model["type"] = "linear"
     if what == "another descriptor":
-        model["descriptor"]["type"] = "se_e3"
+        model["descriptor"]["type"] = "loc_frame"
     if what == "another fitting":
         model["fitting"]["type"] = "population"
     if what == "spin":
         model["descriptor"]["spin"] = {"use_spin": [True]}
     if what == "case embedding":
         model["fitting"]["dim_case_embd"] = 3
-    if what == "no symbol":
-        model["type_map"] = ["H", "OW"]
+    if what == "two of one":
+        model["type_map"] = ["HW", "H"]
     if what == "slots":
         model["descriptor"]["@variables"]["davg"]["value"][0][3][0] = 9.0
     if what == "lost layer":
@@ -216,11 +216,11 @@ def damage(tree: dict, what: str) -> None:
     ("what", "message"),
     [
         ("another model type", "type linear"),
-        ("another descriptor", "descriptor se_e3"),
+        ("another descriptor", "descriptor loc_frame"),
         ("another fitting", "type population"),
         ("spin", "descriptor.spin"),
         ("case embedding", "dim_case_embd is 3"),
-        ("no symbol", "OW is not a chemical symbol"),
+        ("two of one", "several types of the element H .HW, H."),
         ("slots", "differs between the neighbours"),
         ("lost layer", "does not contain the weights"),
         ("lost key", "'neuron'"),
