@@ -189,7 +189,12 @@ def test_frames(
     labels, units = label_settings(options.labels), unit_settings(options.units)
     reader = LabelReader(labels, units)
     frames = read_table(
-        with_type_map(data, run.type_map, run.type_names), labels, units, lazy=is_lazy(options), required=labels_required, reader=reader
+        with_type_map(data, run.type_map, run.type_names),
+        labels,
+        units,
+        lazy=is_lazy(options),
+        required=labels_required,
+        reader=reader,
     )
     require_same_data(frames.fingerprint, ranks)
     dataset = GraphDataset(frames, SpeciesTable(run.species, trained=True), run.graph)

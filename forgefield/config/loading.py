@@ -168,7 +168,11 @@ def _read(source: Source | None, overrides: Sequence[str]) -> tuple[Sources, dic
         path = Path(source).expanduser()
         content = read_input(path)
         if is_deepmd_input(content):
-            return Sources(main=path, translated=True), translate(content, path, given_species(overrides)), path.absolute().parent
+            return (
+                Sources(main=path, translated=True),
+                translate(content, path, given_species(overrides)),
+                path.absolute().parent,
+            )
         if is_nequip_config(content):
             config = nequip_translation(content, path).config
             return Sources(main=path, translated=True), config, path.absolute().parent

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from forgefield.config.deepmd.descriptors import STRIPPED, networks_of, translate_descriptor
+from forgefield.config.deepmd.linear import network_and_table
 from forgefield.config.deepmd.section import MISSING, Section, is_number
 from forgefield.config.deepmd.types import elements_of_types, renamed
 from forgefield.config.deepmd.values import NETWORK, PRECISIONS, kind_of, written_values
@@ -27,7 +28,7 @@ OTHER_MODELS = {
     "frozen": "a trained model; import its file (forgefield import deepmd FILE) and train with --init-model",
     "pairtab": "a table without a network; a table with a network is model.use_srtab",
     "pairwise_dprc": "of DeePMD-kit's TensorFlow backend alone",
-    "linear_ener": "a weighted sum of models; a network with a table of pair energies is model.use_srtab",
+    "linear_ener": "a sum of models, and model.models does not list them",
 }
 """Other types of models, and what they are."""
 PARAMETERS = ("numb_fparam", "numb_aparam", "default_fparam")
@@ -69,19 +70,22 @@ class Model:
 
 def translate_model(section: Section, elements: Sequence[str] | None = None) -> Model:
     """elements: of the atom types, in their order, where the user gave them."""
+    section, table = network_and_table(section) if "models" in section.names() else (section, None)
     _refuse_other_kinds(section)
     types = _types(section)
     species = elements_of_types(str(section.file), section.path("type_map"), types, elements)
     type_names = renamed(types, species)
     descriptor, cutoff = translate_descriptor(section)
     descriptor = _with_type_embedding(section, descriptor)
+    if table is not None:
+        descriptor, cutoff = table.within(descriptor, cutoff), max(cutoff, table.cutoff)
     fitting = _fitting(section)
     precision = _agree_on_precision(descriptor, fitting)
     options: dict[str, Any] = {"name": "deeppot", "descriptor": descriptor, "fitting_net": fitting}
     for name in ("pair_exclude_types", "atom_exclude_types"):
         if value := section.take(name, []):
             options[name] = value
-    options |= _short_range(section) | _preset_bias(section, len(species))
+    options |= _short_range(section) | _preset_bias(section, len(species)) | ({} if table is None else table.options())
     if type_names:
         options["type_names"] = types
         section.notes[section.path("type_map")] = (
@@ -142,7 +146,13 @@ def _embedding_types(part: dict[str, Any], tebd_dim: int) -> dict[str, Any]:
     if kind.startswith("se_atten"):
         return {"type": kind, **others, "tebd_dim": tebd_dim}
     mode = "strip" if kind == STRIPPED else "concat"
-    options = {"type": "se_atten", "attn_layer": 0, "tebd_dim": tebd_dim, "tebd_input_mode": mode, "set_davg_zero": False}
+    options = {
+        "type": "se_atten",
+        "attn_layer": 0,
+        "tebd_dim": tebd_dim,
+        "tebd_input_mode": mode,
+        "set_davg_zero": False,
+    }
     if others.get("exclude_types") and isinstance(others.get("sel"), list):  # excluded neighbours would need slots
         others["neighbour_norm"] = float(sum(others.pop("sel")))
     return {**options, **others}

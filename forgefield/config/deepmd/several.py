@@ -13,7 +13,7 @@ from typing import Any
 from forgefield.config.deepmd.data import translate_data
 from forgefield.config.deepmd.loss import translate_loss
 from forgefield.config.deepmd.model import Model, translate_model
-from forgefield.config.deepmd.section import Section
+from forgefield.config.deepmd.section import Section, is_number
 from forgefield.errors import ForgefieldError
 
 SHARED = ("type_map", "descriptor", "fitting_net")
@@ -184,20 +184,36 @@ class Branches:
             sizes += frames
         return {"by_source": sizes}
 
+    def _epochs(self, epochs: object, probabilities: object) -> dict[str, float]:
+        """How often the data of each branch is used in the whole training."""
+        if probabilities:
+            raise self.training.refused(
+                "num_epoch_dict", "determines probabilities, and model_prob gives others; keep one"
+            )
+        numbers = _by_branch(Section({"num_epoch_dict": epochs}, self.file, "training"), "num_epoch_dict", self.names)
+        for name, number in numbers.items():
+            if not is_number(number) or number <= 0:
+                raise self.training.refused(
+                    "num_epoch_dict", f"has {number!r:.40} for {name}; it should be a number above 0"
+                )
+        return numbers
+
     def _sampling(self, parts: Mapping[str, dict[str, Any]]) -> dict[str, Any]:
         rules = {str(part.get("sampling")): part.get("sampling") for part in parts.values()}
         if len(rules) > 1 or next(iter(rules.values())) not in (None, "uniform"):
             raise self.training.refused(
                 "data_dict", "gives probabilities of systems; within a branch systems are drawn by size or alike"
             )
-        if self.training.take("num_epoch_dict"):
-            raise self.training.refused("num_epoch_dict", "is not supported; give numb_steps and model_prob")
+        size = next(iter(rules.values())) or "size"
+        epochs = self.training.take("num_epoch_dict")
         probabilities = self.training.take("model_prob")
+        if epochs:
+            return {"epochs": self._epochs(epochs, probabilities), "rule": size}
         if probabilities:
             probabilities = _by_branch(
                 Section({"model_prob": probabilities}, self.file, "training"), "model_prob", self.names
             )
-        return {"branches": probabilities or "auto", "rule": next(iter(rules.values())) or "size"}
+        return {"branches": probabilities or "auto", "rule": size}
 
 
 def _outside(model: Model) -> dict[str, Any]:

@@ -79,7 +79,7 @@ def translation(content: Mapping[str, Any], file: Path, species: Sequence[str] |
     if model_section is None or training is None:
         raise ForgefieldError(f"{file}: an input of DeePMD-kit needs the sections 'model' and 'training'.")
     model, data, learnt = _parts(root, model_section, training, species)
-    length, task = translate_length(training), learnt.task
+    length, task = translate_length(training, data), learnt.task
     refuse_epochs_of_draws(training, length, data)
     weights = precision(training, model.precision)
     run = translate_run(training, length, learnt, validates=data["val"] is not None)

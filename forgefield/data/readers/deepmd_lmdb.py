@@ -108,7 +108,9 @@ def _frame(file: LmdbFile, path: Path, index: int, types: _Types) -> RawFrame:
     values = {NAMES.get(key, key): _array(value, where, key) for key, value in record.items()}
     atype, coord = values.get("atype"), values.get("coord")
     if atype is None or coord is None or coord.size != 3 * atype.size or atype.dtype.kind not in "iu":
-        raise ForgefieldError(f"{where}: it needs atom_types, one integer for each atom, and coords, three numbers for each")
+        raise ForgefieldError(
+            f"{where}: it needs atom_types, one integer for each atom, and coords, three numbers for each"
+        )
     kinds = atype.reshape(-1).astype(np.int64)
     there, n = kinds >= 0, len(kinds)
     box = values.get("box")

@@ -131,9 +131,7 @@ def _entries(path: Path, group: str | None, type_map: TypeMap | None) -> tuple[E
 
 
 @lru_cache(maxsize=16)
-def _catalogue(
-    path: Path, group: str | None, type_map: TypeMap | None, size: int, mtime_ns: int
-) -> tuple[Entry, ...]:
+def _catalogue(path: Path, group: str | None, type_map: TypeMap | None, size: int, mtime_ns: int) -> tuple[Entry, ...]:
     """All systems of a file, remembered while the file stays as it is."""
     with open_hdf5(path) as file, reading_hdf5(str(path)):
         if group is not None and group not in file:

@@ -31,7 +31,7 @@ from forgefield.models.deeppot.deepmd_networks import (
     precision_of,
     weights_of,
 )
-from forgefield.models.deeppot.deepmd_tables import table_tree
+from forgefield.models.deeppot.deepmd_tables import sum_tree, table_tree
 from forgefield.models.deeppot.deepmd_two_body import FittingInputs
 from forgefield.models.deeppot.fitting import Fitting
 from forgefield.models.deeppot.model import DeepPot
@@ -72,9 +72,9 @@ def model_tree(model: DeepPot, sel: list[int] | None = None) -> Tree:
             "the model adds the ZBL repulsion (model.zbl), which DeePMD-kit does not have; its models have a table of pair "
             "energies (model.use_srtab)."
         )
-    if options.srtab is not None and not model.descriptor.mixed_types:
+    if (options.srtab or options.added_table) and not model.descriptor.mixed_types:
         raise ForgefieldError(
-            f"the model has a pair table (use_srtab) with the descriptor {model.descriptor.options.type}; DeePMD-kit's PyTorch "
+            f"the model has a pair table (use_srtab, pair_table) with the descriptor {model.descriptor.options.type}; DeePMD-kit's PyTorch "
             "accepts a table with se_atten only."
         )
     fitting_inputs = FittingInputs(_networks(model), weights_of(_networks(model)))
@@ -95,6 +95,12 @@ def model_tree(model: DeepPot, sel: list[int] | None = None) -> Tree:
         "fitting": fitting,
     }
     written = standard if options.srtab is None else table_tree(standard, options, model.cutoff)
+    if options.added_table is not None:
+        if options.srtab is not None:
+            raise ForgefieldError(
+                "the model has two pair tables (use_srtab, pair_table), which DeePMD-kit does not support."
+            )
+        written = sum_tree(standard, options, model.cutoff)
     return {
         "model": _with_type_map(written, options.type_names or species),
         "model_def_script": {},

@@ -30,7 +30,7 @@ from forgefield.models.deeppot.deepmd_networks import (
     refuse,
     stacked_state,
 )
-from forgefield.models.deeppot.deepmd_tables import split_table
+from forgefield.models.deeppot.deepmd_tables import split_sum, split_table
 from forgefield.models.importing import ImportedModel, Importer, ImportRequest
 from forgefield.models.resolved import TYPE_NAMES
 from forgefield.models.resolving import resolve_model
@@ -64,14 +64,14 @@ IMPORTER = DeepmdImporter()
 
 def _assemble(path: Path, tree: Tree, elements: Sequence[str] | None) -> ImportedModel:
     model, table = tree["model"], dict[str, Any]()
-    if model["type"] == "zbl":
+    if model["type"] in ("zbl", "linear", "linear_ener"):
         try:
-            model, table = split_table(model)
+            model, table = split_table(model) if model["type"] == "zbl" else split_sum(model)
         except ForgefieldError as error:
             raise ForgefieldError(f"{path}: {error}") from error
     if model["type"] != "standard":
         raise ForgefieldError(
-            f"{path} is a model of type {model['type']}; standard models, and those with a pair table (zbl), can be imported."
+            f"{path} is a model of type {model['type']}; standard models, and those with a pair table (zbl, linear), can be imported."
         )
     types = [str(name) for name in model["type_map"]]
     species = elements_of_types(str(path), "type_map", types, elements)
@@ -102,7 +102,8 @@ def _assemble(path: Path, tree: Tree, elements: Sequence[str] | None) -> Importe
         **table,
         **({TYPE_NAMES: types} if type_names else {}),
     }
-    resolved = resolve_model(section, species=species, cutoff=cutoff_of_tree(descriptor))
+    cutoff = max(cutoff_of_tree(descriptor), table.get("pair_table_cutoff", 0.0))
+    resolved = resolve_model(section, species=species, cutoff=cutoff)
     weights |= fitting_weights
     precision = "float64" if any(array.dtype == np.float64 for array in weights.values()) else "float32"
     state = _fill(path, build_model(resolved, precision=precision, seed=0).state_dict(), weights)
@@ -156,7 +157,11 @@ def _energy_fitting(section: Tree, excluded: list[int]) -> tuple[Tree, Arrays]:
     options["default_fparam"] = section.get("default_fparam")
     if section.get("dim_case_embd"):
         case = np.ravel(section["@variables"]["case_embd"]).tolist()
-        if len(case) != section["dim_case_embd"] or sorted(case)[:-1] != [0.0] * (len(case) - 1) or max(case) not in (0, 1):
+        if (
+            len(case) != section["dim_case_embd"]
+            or sorted(case)[:-1] != [0.0] * (len(case) - 1)
+            or max(case) not in (0, 1)
+        ):
             raise ForgefieldError(f"fitting.case_embd is {case}; it should be one 1 among zeros.")
         options |= {"dim_case_embd": len(case), "case": case.index(1.0) if max(case) == 1 else None}
     if any(energy is not None for energy in section.get("atom_ener") or []):

@@ -203,6 +203,12 @@ class DeepPotOptions:
     """With `use_srtab`: an atom whose nearest neighbour is farther away has the energy of the network, A."""
     srtab: dict[str, Any] | None = None
     """The table that was read from `use_srtab`."""
+    pair_table: str | None = None
+    """File with a table of pair energies that are added to the network's, such as a dispersion correction."""
+    pair_table_cutoff: float | None = option(None, above=0, unit="A")
+    """Distance at which the energies of `pair_table` end, A; default: `data.cutoff`."""
+    added_table: dict[str, Any] | None = None
+    """The table that was read from `pair_table`."""
     out_bias: list[float] | None = None
     """Energy of each species that is added to the network's, eV. From the training data."""
     type_names: list[str] | None = None

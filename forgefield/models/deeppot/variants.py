@@ -160,7 +160,7 @@ def require_extensible(resolved: Mapping[str, Any], new: Sequence[str], source: 
     refusal = descriptor_class.refuses_species(descriptor, n_old, n_old + len(new))
     if refusal is not None:
         raise ForgefieldError(f"{problem}{refusal}")
-    if resolved.get("srtab") is not None:
+    if resolved.get("srtab") is not None or resolved.get("added_table") is not None:
         raise ForgefieldError(f"{problem}its pair table has no energies for them; train a new model.")
 
 

@@ -72,4 +72,6 @@ def test_names_of_types_survive_a_training(tmp_path: Path, monkeypatch: pytest.M
     assert tree["type_map"] == tree["descriptor"]["type_map"] == tree["fitting"]["type_map"] == ["OW", "HW", "O"]
     assert main(["import", "deepmd", "model.yaml", "--species", "O", "H", "He", "--name", "again"]) == 0
     again, before = api.test(tmp_path / "runs" / "again", "b"), api.test(run, "a")
-    assert [again[key] for key in ("energy_rmse", "forces_rmse")] == [before[key] for key in ("energy_rmse", "forces_rmse")]
+    assert [again[key] for key in ("energy_rmse", "forces_rmse")] == [
+        before[key] for key in ("energy_rmse", "forces_rmse")
+    ]

@@ -44,7 +44,9 @@ def test_frames_are_those_that_were_written():
 
 
 def test_elements_are_asked_for_and_damage_is_named(tmp_path):
-    with pytest.raises(ForgefieldError, match=r"frame 0: 'OW' in its type map is not a chemical element.*type_map: {OW: O}"):
+    with pytest.raises(
+        ForgefieldError, match=r"frame 0: 'OW' in its type map is not a chemical element.*type_map: {OW: O}"
+    ):
         read_frames(str(FRAMES))
     damaged = changed(tmp_path, b"000000000001", lambda record: record[:-1])
     with pytest.raises(ForgefieldError, match="frame 1: it is not a MessagePack record .it ends too early"):
@@ -69,5 +71,8 @@ def test_records_that_are_not_valid_are_refused(data, problem):
 
 def test_a_record_is_what_was_packed():
     msgpack = pytest.importorskip("msgpack")
-    value = {"a": [1, -1, -200, 2**40, -(2**40), 1.5, None, True, "é" * 40], "b": {"data": bytes(300), "x": list(range(70000))}}
+    value = {
+        "a": [1, -1, -200, 2**40, -(2**40), 1.5, None, True, "é" * 40],
+        "b": {"data": bytes(300), "x": list(range(70000))},
+    }
     assert unpack(msgpack.packb(value)) == value
