@@ -24,7 +24,10 @@ _NUMBERS = {
 _SIZED = {
     **dict(zip((0xC4, 0xC5, 0xC6), ((bytes, 1), (bytes, 2), (bytes, 4)))),
     **dict(zip((0xD9, 0xDA, 0xDB), ((str, 1), (str, 2), (str, 4)))),
-    **{0xDC: (list, 2), 0xDD: (list, 4), 0xDE: (dict, 2), 0xDF: (dict, 4)},
+    0xDC: (list, 2),
+    0xDD: (list, 4),
+    0xDE: (dict, 2),
+    0xDF: (dict, 4),
 }
 _CONSTANTS = {0xC0: None, 0xC2: False, 0xC3: True}
 

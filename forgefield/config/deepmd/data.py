@@ -15,7 +15,10 @@ ALIASES = {"auto_prob": ("auto_prob_style",), "sys_probs": ("sys_weights",), "nu
 
 
 def translate_data(training: Section, species: list[str], type_names: dict[str, str] | None = None) -> dict[str, Any]:
-    """`train`, `batch`, `sampling`, `val` and `eval_batch` of our `data` section. type_names: elements of types with other names."""
+    """`train`, `batch`, `sampling`, `val` and `eval_batch` of our `data` section.
+
+    type_names: elements of types with other names.
+    """
     names = type_names or {}
     section = training.below("training_data")
     if section is None:

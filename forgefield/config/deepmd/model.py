@@ -72,7 +72,7 @@ def translate_model(section: Section, elements: Sequence[str] | None = None) -> 
     """elements: of the atom types, in their order, where the user gave them."""
     section, table = network_and_table(section) if "models" in section.names() else (section, None)
     _refuse_other_kinds(section)
-    types = _types(section)
+    types = _types(section, elements)
     species = elements_of_types(str(section.file), section.path("type_map"), types, elements)
     type_names = renamed(types, species)
     descriptor, cutoff = translate_descriptor(section)
@@ -89,8 +89,8 @@ def translate_model(section: Section, elements: Sequence[str] | None = None) -> 
     if type_names:
         options["type_names"] = types
         section.notes[section.path("type_map")] = (
-            f"{', '.join(f'{name} is {element}' for name, element in type_names.items())} in structures; training does not depend "
-            "on these elements (data.species), and files for DeePMD-kit contain the names (model.type_names)."
+            f"{', '.join(f'{name} is {element}' for name, element in type_names.items())} in structures; training does not "
+            "depend on these elements (data.species), and files for DeePMD-kit contain the names (model.type_names)."
         )
     section.finish()
     return Model(options, species, cutoff, precision, _parameter_fields(fitting), type_names)
@@ -134,8 +134,8 @@ def _with_type_embedding(section: Section, descriptor: dict[str, Any]) -> dict[s
     for part in embedded[1:]:
         part["concat_output_tebd"] = False
     section.notes[section.path("type_embedding")] = (
-        f"types are {neuron[-1]} numbers (descriptor.tebd_dim), which are trained directly instead of the network that computes "
-        "them from the index of the type; se_e2_a that reads them is se_atten with attn_layer: 0."
+        f"types are {neuron[-1]} numbers (descriptor.tebd_dim), which are trained directly instead of the network that "
+        "computes them from the index of the type; se_e2_a that reads them is se_atten with attn_layer: 0."
         + (" Each part of the hybrid has its own." if len(parts) > 1 else "")
     )
     return {**descriptor, "list": embedded} if descriptor["type"] == "hybrid" else embedded[0]
@@ -158,10 +158,14 @@ def _embedding_types(part: dict[str, Any], tebd_dim: int) -> dict[str, Any]:
     return {**options, **others}
 
 
-def _types(section: Section) -> list[str]:
-    names = section.take("type_map")
+def _types(section: Section, elements: Sequence[str] | None) -> list[str]:
+    """Names of the atom types. elements: where the user gave them."""
+    names = section.take("type_map", elements)
     if names is None:
-        raise section.refused("type_map", "is missing; name each atom type, such as ['O', 'H']")
+        raise section.refused(
+            "type_map",
+            "is missing; name each atom type, such as ['O', 'H'], or give data.species=[O,H] (convert-config: --species)",
+        )
     if not isinstance(names, list) or not names or not all(isinstance(name, str) for name in names):
         raise section.wrong("type_map", names, "a list of names such as ['O', 'H']")
     if len(set(names)) != len(names):

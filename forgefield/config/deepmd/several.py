@@ -58,7 +58,10 @@ class Shared:
 
 
 class Branches:
-    """A multi-task input, branch by branch. model, training: sections of the input. root: the input. elements: of the atom types, where the user gave them."""
+    """A multi-task input, branch by branch.
+
+    model, training: sections of the input. root: the input. elements: of the atom types, where the user gave them.
+    """
 
     def __init__(self, root: Section, model: Section, training: Section, elements: Sequence[str] | None) -> None:
         self.root, self.training, self.file = root, training, root.file

@@ -65,8 +65,8 @@ def is_deepmd_input(content: object) -> bool:
 def translate(content: Mapping[str, Any], file: Path, species: Sequence[str] | None = None) -> dict[str, Any]:
     """The Forgefield config of an input.
 
-    file: where it was read, for messages and relative paths. species: elements of the atom types, in their order, where the user
-    gave them.
+    file: where it was read, for messages and relative paths. species: elements of the atom types, in their order, where the
+    user gave them.
     """
     return translation(content, file, species).config
 

@@ -12,7 +12,6 @@ from forgefield.data.frame import Frame, RawBlock, RawFrame
 from forgefield.data.labels.fields import Fields
 from forgefield.data.options import UnitOptions
 
-
 TypeMap = tuple[str, ...] | tuple[tuple[str, str], ...]
 """Elements of the atom types of DeePMD systems: of types 0, 1, ..., or (name, element) of types that have names."""
 

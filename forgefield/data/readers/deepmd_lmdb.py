@@ -1,7 +1,7 @@
 """Reader of DeePMD-kit's LMDB files: one MessagePack record per frame, and one named `__metadata__` with the names of types.
 
-Frames may have any numbers of atoms. Values have the names of DeePMD-kit's arrays: energy, force, virial, fparam, atom_dos and so
-on. A frame without a cell, or with a cell of zeros, is not periodic. Types below zero mark places without an atom.
+Frames may have any numbers of atoms. Values have the names of DeePMD-kit's arrays: energy, force, virial, fparam, atom_dos and
+so on. A frame without a cell, or with a cell of zeros, is not periodic. Types below zero mark places without an atom.
 """
 
 from __future__ import annotations
@@ -98,7 +98,8 @@ def _types(path: Path, stored: object, type_map: TypeMap | None) -> _Types:
             f"{path}: it does not name its atom types, so they have no elements; name them in the source, as in "
             f"{{path: {path}, type_map: [O, H]}}"
         )
-    names = in_order if stored is None else tuple(by_name.get(name, name) for name in stored)
+    written: list[str] = stored or []
+    names = in_order if stored is None else tuple(by_name.get(name, name) for name in written)
     return _Types(np.array([atomic_numbers.get(name, 0) for name in names], dtype=np.int64), names)
 
 

@@ -65,8 +65,8 @@ def with_type_map(
 ) -> object:
     """`spec`, or its sources with the types of a training.
 
-    type_map: elements of types 0, 1, ... in DeePMD systems that do not name them. type_names: elements of types with other names
-    than those of elements.
+    type_map: elements of types 0, 1, ... in DeePMD systems that do not name them. type_names: elements of types with other
+    names than those of elements.
     """
     if type_map is None and not type_names:
         return spec

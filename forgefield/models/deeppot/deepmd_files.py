@@ -163,8 +163,8 @@ def _checkpoint_tree(
     kind = settings.get("type", "standard")
     if "descriptor" not in settings:
         raise ForgefieldError(
-            f"{path} is a model of type {kind}; `dp convert-backend {path.name} {path.with_suffix('.dp').name}` writes a file that "
-            "can be imported if it is the sum of a network and a table."
+            f"{path} is a model of type {kind}; `dp convert-backend {path.name} {path.with_suffix('.dp').name}` writes a file "
+            "that can be imported if it is the sum of a network and a table."
         )
     n_species = len(settings["type_map"])
     descriptor = dict(settings["descriptor"])

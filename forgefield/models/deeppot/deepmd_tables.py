@@ -82,8 +82,8 @@ def split_sum(model: Tree) -> tuple[Tree, Tree]:
     kinds = [part.get("type", "standard") for part in parts]
     if sorted(kinds) != ["pairtab", "standard"] or (weights != "sum" and list(weights) != [1.0, 1.0]):
         raise ForgefieldError(
-            f"the model is a combination of {', '.join(kinds)} with the weights {weights}; supported is the sum of one network and "
-            "one table of pair energies."
+            f"the model is a combination of {', '.join(kinds)} with the weights {weights}; supported is the sum of one network "
+            "and one table of pair energies."
         )
     network, table = parts[kinds.index("standard")], parts[kinds.index("pairtab")]
     if any(part["type_map"] != model["type_map"] for part in parts):

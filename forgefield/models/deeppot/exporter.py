@@ -74,7 +74,8 @@ def model_tree(model: DeepPot, sel: list[int] | None = None) -> Tree:
         )
     if (options.srtab or options.added_table) and not model.descriptor.mixed_types:
         raise ForgefieldError(
-            f"the model has a pair table (use_srtab, pair_table) with the descriptor {model.descriptor.options.type}; DeePMD-kit's PyTorch "
+            f"the model has a pair table (use_srtab, pair_table) with the descriptor {model.descriptor.options.type}; "
+            "DeePMD-kit's PyTorch "
             "accepts a table with se_atten only."
         )
     fitting_inputs = FittingInputs(_networks(model), weights_of(_networks(model)))

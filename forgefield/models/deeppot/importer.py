@@ -71,7 +71,8 @@ def _assemble(path: Path, tree: Tree, elements: Sequence[str] | None) -> Importe
             raise ForgefieldError(f"{path}: {error}") from error
     if model["type"] != "standard":
         raise ForgefieldError(
-            f"{path} is a model of type {model['type']}; standard models, and those with a pair table (zbl, linear), can be imported."
+            f"{path} is a model of type {model['type']}; standard models, and those with a pair table (zbl, linear), can be "
+            "imported."
         )
     types = [str(name) for name in model["type_map"]]
     species = elements_of_types(str(path), "type_map", types, elements)

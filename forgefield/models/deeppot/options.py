@@ -172,7 +172,7 @@ class EnergyFittingOptions(FittingOptions):
     rcond: float | None = None
     """Singular values below this fraction of the largest are ignored in the fit of `out_bias`."""
     dim_case_embd: int = option(0, at_least=0)
-    """Numbers that tell apart branches with a common network: 1 for the branch, in the order of their names, and 0 for others."""
+    """Numbers that tell apart branches with a common network: 1 for the branch, in the order of names, 0 for others."""
     case: int | None = option(None, at_least=0)
     """With `dim_case_embd`, in a model with one energy: the index of its branch; null: all numbers are 0."""
     atom_ener: list[float | None] = field(default_factory=list)

@@ -38,8 +38,8 @@ class SeE3Options(RowOptions):
 
     type: str = "se_e3"
     slots: list[int] | None = None
-    """Sums over neighbours of a species are divided by this, and traced and captured steps have room for as many. Default: `sel`,
-    or a tenth more than the largest number in the training data, rounded up to a multiple of four."""
+    """Sums over neighbours of a species are divided by this, and traced and captured steps have room for as many. Default:
+    `sel`, or a tenth more than the largest number in the training data, rounded up to a multiple of four."""
 
 
 def check_slots(slots: Sequence[int], n_species: int) -> None:

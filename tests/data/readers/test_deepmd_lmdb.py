@@ -32,7 +32,8 @@ def test_frames_are_those_that_were_written():
     positions, energies = water.uniform(0, 6, (2, 3, 3)), water.normal(size=2)
     forces, virials = water.normal(size=(2, 3, 3)), water.normal(size=(2, 3, 3))
     for i, frame in enumerate(frames[:2]):
-        assert frame.pbc.all() and np.array_equal(frame.cell, 6 * np.eye(3))
+        assert frame.pbc.all()
+        assert np.array_equal(frame.cell, 6 * np.eye(3))
         assert np.array_equal(frame.positions, positions[i])
         assert np.array_equal(frame.forces, forces[i])
         assert frame.energy == energies[i]
