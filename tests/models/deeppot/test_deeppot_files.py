@@ -192,7 +192,7 @@ def test_nothing_in_a_file_is_executed(tmp_path):
 def damage(tree: dict, what: str) -> None:
     model = tree["model"]
     if what == "another model type":
-        model["type"] = "linear"
+        model["type"] = "polarisable"
     if what == "another descriptor":
         model["descriptor"]["type"] = "loc_frame"
     if what == "another fitting":
@@ -200,7 +200,9 @@ def damage(tree: dict, what: str) -> None:
     if what == "spin":
         model["descriptor"]["spin"] = {"use_spin": [True]}
     if what == "case embedding":
-        model["fitting"]["dim_case_embd"] = 3
+        model["fitting"]["dim_case_embd"] = 2
+        values = {**model["fitting"]["@variables"]["bias_atom_e"], "value": [0.5, 0.5]}
+        model["fitting"]["@variables"]["case_embd"] = values
     if what == "two of one":
         model["type_map"] = ["HW", "H"]
     if what == "slots":
@@ -215,11 +217,11 @@ def damage(tree: dict, what: str) -> None:
 @pytest.mark.parametrize(
     ("what", "message"),
     [
-        ("another model type", "type linear"),
+        ("another model type", "type polarisable"),
         ("another descriptor", "descriptor loc_frame"),
         ("another fitting", "type population"),
         ("spin", "descriptor.spin"),
-        ("case embedding", "dim_case_embd is 3"),
+        ("case embedding", "case_embd is .0.5, 0.5.; it should be one 1 among zeros"),
         ("two of one", "several types of the element H .HW, H."),
         ("slots", "differs between the neighbours"),
         ("lost layer", "does not contain the weights"),
