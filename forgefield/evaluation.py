@@ -191,7 +191,7 @@ def test_frames(
     labels, units = label_settings(options.labels), unit_settings(options.units)
     reader = LabelReader(labels, units)
     frames = read_table(
-        with_type_map(data, run.type_map),
+        with_type_map(data, run.type_map, run.type_names),
         labels,
         units,
         lazy=is_lazy(options),

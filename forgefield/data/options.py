@@ -111,7 +111,8 @@ class DataOptions:
     """How frames are drawn. Default: every frame once per epoch. Sources are drawn with equal probability (uniform), in
     proportion to their size (size), with a list of weights, or by DeePMD-kit's blocks ('prob_sys_size;0:2:0.5;2:5:0.5'). {rule:
     uniform, frames: 10000} sets the length of an epoch; {branches: {a: 0.7, b: 0.3}} the probabilities of branches of the model
-    (auto: by their number of sources)."""
+    (auto: by their number of sources); {epochs: {a: 10, b: 20}} makes an epoch of ten times the data of a and twenty times that
+    of b."""
     devset: int | None = option(None, above=0)
     """Train on this number of representative frames of `train` only, for quick experiments."""
     species: list[str] | None = None

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 from urllib.parse import quote
@@ -24,7 +24,7 @@ from forgefield.errors import ForgefieldError
 from forgefield.files import write_atomically
 from forgefield.formats import VERSION
 from forgefield.kinds import ENSEMBLE, PLOT_RUN, POINTS, RUN_HTML, SampleKind, kind_of_model
-from forgefield.models.resolved import FORCES, HEADS, NOISE, PREDICTS
+from forgefield.models.resolved import FORCES, HEADS, NOISE, PREDICTS, TYPE_NAMES
 from forgefield.results import Metrics, Predictions
 from forgefield.runs.record import MEMBERS, RUN_JSON, SCALES, RunInfo
 from forgefield.settings import Config
@@ -160,10 +160,20 @@ class Run:
             for sources in (data.train, data.val)
             for entry in (sources if isinstance(sources, list) else [sources])
         ]
-        stated = {tuple(entry["type_map"]) for entry in entries if isinstance(entry, Mapping) and entry.get("type_map")}
+        stated = {
+            tuple(entry["type_map"])
+            for entry in entries
+            if isinstance(entry, Mapping) and isinstance(entry.get("type_map"), Sequence)
+        }
         if stated:
             return stated.pop() if len(stated) == 1 else None
         return self.species if data.species is not None or self.info.get("status") == "imported" else None
+
+    @property
+    def type_names(self) -> dict[str, str]:
+        """Elements of atom types in DeePMD systems, by names that are not those of the elements."""
+        names = (self.info.get("model") or {}).get(TYPE_NAMES) or self.species
+        return {name: symbol for name, symbol in zip(names, self.species) if name != symbol}
 
     @property
     def cutoff(self) -> float:
