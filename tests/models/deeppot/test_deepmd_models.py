@@ -14,7 +14,7 @@ from forgefield.training.engines.script import ScriptEngine
 from tests.support.deepmd_models import assert_equal_predictions, gradients, loaded, predictions, unpacked
 from tests.support.engine_cases import difference, labelled, step_function
 
-NAMES = ["hybrid", "hybrid_mixed"]
+NAMES = ["hybrid", "hybrid_mixed", "dpa3", "dpa3_dynamic", "dpa3_plain", "dpa3_edges"]
 
 
 @pytest.mark.parametrize("name", NAMES)
