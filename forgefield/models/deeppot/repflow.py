@@ -23,6 +23,7 @@ from forgefield.models.deeppot.descriptor import (
     refuses_types,
     switch,
 )
+from forgefield.models.deeppot.networks import activation_function
 from forgefield.models.deeppot.options import excluded_kinds
 from forgefield.models.deeppot.repflow_angles import Angles, exact_angles, no_angles, padded_angles
 from forgefield.models.deeppot.repflow_layer import Affine, Around, Features, RepFlowLayer, neighbour_moments
@@ -96,6 +97,7 @@ class Dpa3(Descriptor[Dpa3Options]):
     ghost_atoms = "exchange"
     layers: list[RepFlowLayer]
     included_pairs: Tensor
+    radial_deviation: Tensor
     deviation: Tensor
 
     def __init__(
@@ -129,7 +131,9 @@ class Dpa3(Descriptor[Dpa3Options]):
         included = torch.tensor(excluded_kinds(options.exclude_types, len(self.species)), dtype=torch.bool)
         self.register_buffer("included_pairs", included, persistent=False)
         assert options.dstd is not None
-        self.register_buffer("deviation", torch.tensor(options.dstd, dtype=torch.float64), persistent=False)
+        deviations = torch.tensor(options.dstd, dtype=torch.float64)
+        self.register_buffer("radial_deviation", deviations[:, 0].contiguous(), persistent=False)
+        self.register_buffer("deviation", deviations[:, 1:].contiguous(), persistent=False)
 
     @classmethod
     def statistics(
@@ -195,14 +199,14 @@ class Dpa3(Descriptor[Dpa3Options]):
             kinds = centre * len(self.species) + species.index_select(0, graph.source)
             seen = within & self.included_pairs.index_select(0, kinds)
             near = near & seen
-        fades = self._switch(lengths, options.e_rcut_smth, self.cutoff) * seen
-        near_fades = self._switch(lengths, options.a_rcut_smth, options.a_rcut) * near
+        fades = self._switch(lengths, options.e_rcut_smth, self.cutoff) * seen.to(lengths.dtype)
+        near_fades = self._switch(lengths, options.a_rcut_smth, options.a_rcut) * near.to(lengths.dtype)
         e_norm, a_norm = options.norms()
         inverse = torch.reciprocal(_sum(lengths, options.env_protection))
-        deviation = self.deviation.index_select(0, centre)
         radial = fades * inverse
-        steps = vectors * (radial * inverse * fades / math.sqrt(e_norm)).unsqueeze(1) / deviation[:, 1:]
-        scalars = lengths if options.edge_init_use_dist else radial / deviation[:, 0]
+        steps = vectors * (radial * inverse * fades / math.sqrt(e_norm)).unsqueeze(1)
+        steps = steps / self.deviation.index_select(0, centre)
+        scalars = lengths if options.edge_init_use_dist else radial / self.radial_deviation.index_select(0, centre)
         columns = join([scalars.unsqueeze(1), steps, torch.stack([fades / e_norm, near_fades * a_norm**-0.25], 1)], 1)
         scalars, steps, fades, near_fades = cut(barrier(columns.to(dtype), edges.gradient), [1, 3, 1, 1], 1)
         angles = self._angles(near, graph, room, dtype)
@@ -213,7 +217,7 @@ class Dpa3(Descriptor[Dpa3Options]):
         directions = barrier(vectors / _sum(lengths, LEAST).unsqueeze(1), edges.gradient)
         cosines = [_cosines(block).to(dtype).unsqueeze(3) for block in angles.blocks(angles.rows(directions))]
         of_angles = [cosine * self.angle_embedding.w.squeeze(0) for cosine in cosines]
-        nodes = pick_rows(self.activate(table), species)
+        nodes = pick_rows(activation_function(options.activation_function)(table), species)
         return Features(nodes, of_edges, of_angles), around, room
 
     def _switch(self, lengths: Tensor, start: float, end: float) -> Tensor:

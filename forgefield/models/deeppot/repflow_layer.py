@@ -137,12 +137,10 @@ class RepFlowLayer(nn.Module):
         """Updated features. edges, angles: whether those of edges and of angles are needed."""
         if self.options.sequential_update:
             return self._sequential(old, around)
-        sources = self._sources(old.nodes, around)
-        messages = self._messages(old.edges, sources, around, nodes=True, edges=edges)
-        nodes = self._updated_nodes(old, old.edges, sources, messages[0], around)
+        nodes = self._updated_nodes(old.nodes, old.edges, around)
         if not edges:
             return Features(nodes, old.edges, old.angles)
-        of_edges, of_angles = [messages[1]], old.angles
+        of_edges, of_angles = [self._message(self.edge_self, old.nodes, old.edges, around)], old.angles
         if self.options.update_angle:
             rows = self._angle_rows(old.nodes, old.edges, around)
             of_edges.append(self._edges_from_angles(old.angles, rows, old.edges, around))
@@ -152,56 +150,31 @@ class RepFlowLayer(nn.Module):
 
     def _sequential(self, old: Features, around: Around) -> Features:
         """Each part of the update reads what the one before has updated: edges, angles, edges, nodes."""
-        sources = self._sources(old.nodes, around)
         first, second = self.steps_of("edge")
-        (message,) = self._messages(old.edges, sources, around, nodes=False, edges=True)
-        of_edges = old.edges + first * message
+        of_edges = old.edges + first * self._message(self.edge_self, old.nodes, old.edges, around)
         rows = self._angle_rows(old.nodes, of_edges, around)
         of_angles = self._updated_angles(old.angles, rows, around)
         of_edges = of_edges + second * self._edges_from_angles(of_angles, rows, of_edges, around)
-        (message,) = self._messages(of_edges, sources, around, nodes=True, edges=False)
-        return Features(self._updated_nodes(old, of_edges, sources, message, around), of_edges, of_angles)
+        return Features(self._updated_nodes(old.nodes, of_edges, around), of_edges, of_angles)
 
     # ---- nodes and edges
 
-    def _sources(self, nodes: Tensor, around: Around) -> tuple[Tensor, Tensor]:
-        """(n_edges, n_dim) features of the neighbour, and (n_edges, ...) what those of centre and neighbour contribute to both
-        messages."""
-        n, e = self.options.n_dim, self.options.e_dim
-        parts = [layer.parts(n, n, e) for layer in (self.node_edge, self.edge_self)]
-        assert self.node_edge.b is not None
-        assert self.edge_self.b is not None
-        own = products.product(nodes, torch.cat([part[0] for part in parts], 1))
-        own = own + torch.cat([self.node_edge.b, self.edge_self.b])
-        other = products.product(nodes, torch.cat([part[1] for part in parts], 1))
-        graph = around.graph
-        neighbours = gather(torch.cat([nodes, other], 1), graph.by_source)
-        return neighbours[:, :n], neighbours[:, n:] + gather(own, graph.by_destination)
+    def _message(self, layer: Affine, nodes: Tensor, of_edges: Tensor, around: Around) -> Tensor:
+        """activate(W [centre, neighbour, edge] + b), (n_edges, ...)."""
+        of_centre, of_neighbour, of_edge = layer.parts(self.options.n_dim, self.options.n_dim, self.options.e_dim)
+        assert layer.b is not None
+        centre = gather(products.product(nodes, of_centre) + layer.b, around.graph.by_destination)
+        neighbour = gather(products.product(nodes, of_neighbour), around.graph.by_source)
+        return self.activate(centre + neighbour + products.product(of_edges, of_edge))
 
-    def _messages(
-        self, of_edges: Tensor, sources: tuple[Tensor, Tensor], around: Around, *, nodes: bool, edges: bool
-    ) -> list[Tensor]:
-        """Messages of edges to their centres, summed, (n_atoms, heads * n_dim); and to themselves, (n_edges, e_dim)."""
-        n, e, start = self.options.n_dim, self.options.e_dim, sources[1]
-        width = self.node_edge.w.shape[1]
-        result = []
-        if nodes:
-            message = self.activate(start[:, :width] + products.product(of_edges, self.node_edge.w[2 * n :]))
-            result.append(segment_sum(message * around.fades, around.graph.by_destination))
-        if edges:
-            result.append(self.activate(start[:, width:] + products.product(of_edges, self.edge_self.w[2 * n :])))
-        return result
-
-    def _updated_nodes(
-        self, old: Features, of_edges: Tensor, sources: tuple[Tensor, Tensor], message: Tensor, around: Around
-    ) -> Tensor:
-        terms = [self.activate(self.node_self(old.nodes))]
-        moments = neighbour_moments(around.steps, torch.cat([of_edges, sources[0]], 1), around.graph)
-        widths = [self.options.e_dim, self.options.n_dim]
+    def _updated_nodes(self, nodes: Tensor, of_edges: Tensor, around: Around) -> Tensor:
+        graph, widths = around.graph, [self.options.e_dim, self.options.n_dim]
+        moments = neighbour_moments(around.steps, torch.cat([of_edges, gather(nodes, graph.by_source)], 1), graph)
         invariants = [self._invariants(part) for part in moments.split(widths, 2)]
-        terms.append(self.activate(self.node_sym(torch.cat(invariants, 1))))
-        terms += message.split(self.options.n_dim, 1)
-        return self._update("node", old.nodes, terms)
+        terms = [self.activate(self.node_self(nodes)), self.activate(self.node_sym(torch.cat(invariants, 1)))]
+        messages = self._message(self.node_edge, nodes, of_edges, around) * around.fades
+        terms += segment_sum(messages, graph.by_destination).split(self.options.n_dim, 1)
+        return self._update("node", nodes, terms)
 
     def _invariants(self, moments: Tensor) -> Tensor:
         """(n_atoms, axis_neuron * c) of moments (n_atoms, 3, c)."""

@@ -124,7 +124,8 @@ def complete_options(
     if not options.use_dynamic_sel:
         for name, slots, needed in (("e_sel", e_sel, most), ("a_sel", a_sel, near)):
             require_slots(name, slots, needed or 0)
-    places = options.max_angle_neighbours or (a_sel if near is None else max(1, math.ceil(MARGIN * near)))
+    expected = math.ceil(replace(options, e_sel=e_sel, a_sel=a_sel).norms()[1])
+    places = options.max_angle_neighbours or (expected if near is None else max(1, math.ceil(MARGIN * near)))
     dstd = options.dstd
     if options.fix_stat_std:
         dstd = [[options.fix_stat_std] * 4 for _ in species] if dstd is None else dstd
