@@ -1,7 +1,8 @@
 """The descriptor of DPA-3: features of atoms, edges and angles that update each other (Zhang et al., arXiv:2506.01686).
 
-Sums are over actual neighbours. With `use_dynamic_sel` the model does not depend on a largest number of neighbours; without, an
-atom with more than `e_sel` neighbours, or `a_sel` with angles, is an error, where DeePMD-kit ignores those that are farthest.
+Sums are over actual neighbours. With `use_dynamic_sel` the model does not depend on a largest number of neighbours. Without, an
+atom with more than `e_sel` neighbours is an error, and only the nearest `a_sel` neighbours of an atom have angles, as in
+DeePMD-kit: the energy changes by a step when two of them change places.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ from forgefield.models.deeppot.descriptor import (
 )
 from forgefield.models.deeppot.networks import activation_function
 from forgefield.models.deeppot.options import excluded_kinds
-from forgefield.models.deeppot.repflow_angles import Angles, exact_angles, no_angles, padded_angles
+from forgefield.models.deeppot.repflow_angles import Angles, exact_angles, nearest, no_angles, padded_angles
 from forgefield.models.deeppot.repflow_layer import Affine, Around, Features, RepFlowLayer, neighbour_moments
 from forgefield.models.deeppot.repflow_options import Dpa3Options, complete_options, require_slots
 from forgefield.models.deeppot.row_statistics import RowStatistics
@@ -193,6 +194,10 @@ class Dpa3(Descriptor[Dpa3Options]):
         near = within & (lengths.detach() < options.a_rcut)
         pointers = graph.by_destination.pointers
         room = [count_edges(within, pointers), count_edges(near, pointers)]
+        if self._limits_angles(room[1]):
+            assert isinstance(options.a_sel, int)
+            near = nearest(near, lengths.detach(), graph, options.a_sel)
+            room[1] = count_edges(near, pointers)
         species = batch["species"]
         centre, seen = species.index_select(0, graph.destination), within
         if options.exclude_types:
@@ -223,15 +228,21 @@ class Dpa3(Descriptor[Dpa3Options]):
     def _switch(self, lengths: Tensor, start: float, end: float) -> Tensor:
         return (exponential_switch if self.options.use_exp_switch else switch)(lengths, start, end)
 
+    def _limits_angles(self, room: Tensor) -> bool:
+        """Whether some atom may have more near neighbours (n_atoms,) than `a_sel`."""
+        options = self.options
+        assert isinstance(options.a_sel, int)
+        if options.use_dynamic_sel or not options.update_angle or room.shape[0] == 0:
+            return False
+        return not self.may_wait_for(room) or int(room.max()) > options.a_sel
+
     def _angles(self, near: Tensor, graph: EdgeGraph, room: list[Tensor], dtype: torch.dtype) -> Angles:
         options = self.options
-        waits, update = self.may_wait_for(near), options.update_angle
+        waits = self.may_wait_for(near)
         if waits and not options.use_dynamic_sel and graph.n_atoms:
             assert isinstance(options.e_sel, int)
-            assert isinstance(options.a_sel, int)
-            require_slots("e_sel", options.e_sel, int(room[0].max()))
-            require_slots("a_sel", options.a_sel, int(room[1].max()) if update else 0)
-        if not update:
+            require_slots(options.e_sel, int(room[0].max()))
+        if not options.update_angle:
             return no_angles(graph)
         if waits and not near.is_cuda:
             return exact_angles(near, graph, options.a_dim + options.e_dim)

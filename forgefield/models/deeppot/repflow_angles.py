@@ -99,6 +99,16 @@ class Angles:
         return result
 
 
+def nearest(near: Tensor, lengths: Tensor, graph: EdgeGraph, limit: int) -> Tensor:
+    """(n_edges,) bool: those of the near edges that are among the `limit` shortest of their centre. lengths: (n_edges,), A."""
+    order = torch.argsort(torch.where(near, lengths, torch.inf), stable=True)
+    order = order.index_select(0, torch.argsort(graph.destination.index_select(0, order), stable=True))
+    first = graph.by_destination.pointers.index_select(0, graph.destination)  # `order` is sorted by centre, as edges are
+    numbers = torch.arange(graph.n_edges, device=near.device)
+    rank = torch.zeros_like(order).index_copy_(0, order, numbers - first)
+    return near & (rank < limit)
+
+
 def exact_angles(near: Tensor, graph: EdgeGraph, width: int) -> Angles:
     """Blocks without empty places. near: (n_edges,) bool. width: numbers of each angle."""
     edge = near.nonzero().squeeze(1)

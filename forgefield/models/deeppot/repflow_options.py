@@ -46,7 +46,8 @@ class Dpa3Options(DescriptorOptions):
     a_rcut_smth: float = option(3.5, at_least=0, unit="A")
     """Where the switch of angles begins, A."""
     a_sel: int | str | None = None
-    """Largest number of neighbours with angles; as `e_sel`."""
+    """As `e_sel` for neighbours within `a_rcut`, but only the nearest have angles if there are more: DeePMD-kit does the same, and
+    the energy is then discontinuous."""
     axis_neuron: int = option(4, at_least=1)
     """Columns of the moments that the others are combined with."""
     a_compress_rate: int = option(0, at_least=0)
@@ -122,8 +123,7 @@ def complete_options(
     if a_sel > e_sel:
         raise ForgefieldError(f"{WHERE}.a_sel is {a_sel}; it must be at most e_sel={e_sel}.")
     if not options.use_dynamic_sel:
-        for name, slots, needed in (("e_sel", e_sel, most), ("a_sel", a_sel, near)):
-            require_slots(name, slots, needed or 0)
+        require_slots(e_sel, most or 0)
     expected = math.ceil(replace(options, e_sel=e_sel, a_sel=a_sel).norms()[1])
     places = options.max_angle_neighbours or (expected if near is None else max(1, math.ceil(MARGIN * near)))
     dstd = options.dstd
@@ -143,12 +143,12 @@ def complete_options(
     )
 
 
-def require_slots(name: str, slots: int, needed: int) -> None:
+def require_slots(slots: int, needed: int) -> None:
     """Raise if an atom has more neighbours than there are slots."""
     if needed > slots:
         raise ForgefieldError(
-            f"{WHERE}.{name} has room for {slots} neighbours, but an atom has {needed} within "
-            f"{'the cutoff' if name == 'e_sel' else 'a_rcut'}; set it to at least {needed}, or set use_dynamic_sel to true."
+            f"{WHERE}.e_sel has room for {slots} neighbours, but an atom has {needed} within the cutoff; set it to at least "
+            f"{needed}, or set use_dynamic_sel and smooth_edge_update to true."
         )
 
 
