@@ -55,8 +55,15 @@ WATER: dict[str, Any] = {
 DPA3: dict[str, Any] = {
     "type": "dpa3",
     "repflow": {
-        **{"e_rcut": 6.0, "e_rcut_smth": 5.3, "e_sel": 120, "a_rcut": 4.0, "a_rcut_smth": 3.5, "a_sel": 30},
-        **{"n_dim": 128, "edge_use_dist": True, "optim_update": False},
+        "e_rcut": 6.0,
+        "e_rcut_smth": 5.3,
+        "e_sel": 120,
+        "a_rcut": 4.0,
+        "a_rcut_smth": 3.5,
+        "a_sel": 30,
+        "n_dim": 128,
+        "edge_use_dist": True,
+        "optim_update": False,
     },
     "activation_function": "silut:10.0",
 }

@@ -1,4 +1,4 @@
-"""The descriptor `dpa3`: its section `repflow` is part of Forgefield's `model.descriptor`, and e_rcut is the cutoff of `data`."""
+"""The descriptor `dpa3`: keys of its section `repflow` become options of the descriptor, and e_rcut the cutoff of `data`."""
 
 from __future__ import annotations
 
@@ -13,7 +13,9 @@ OUTER = (
     *("concat_output_tebd", "use_econf_tebd", "use_tebd_bias"),
 )
 COUNTS = {
-    **dict.fromkeys(("n_dim", "e_dim", "a_dim", "nlayers", "axis_neuron", "n_multi_edge_message", "a_compress_e_rate"), 1),
+    **dict.fromkeys(
+        ("n_dim", "e_dim", "a_dim", "nlayers", "axis_neuron", "n_multi_edge_message", "a_compress_e_rate"), 1
+    ),
     "a_compress_rate": 0,
 }
 """Whole numbers, and their lower bounds."""

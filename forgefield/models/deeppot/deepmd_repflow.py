@@ -183,6 +183,4 @@ def _layer_tree(layer: RepFlowLayer, inner: Tree, outer: Tree, n_species: int, p
 
 def _affine_tree(affine: Affine, precision: str) -> Tree:
     arrays = {"w": numpy_of(affine.w), "b": None if affine.b is None else numpy_of(affine.b), "idt": None}
-    return layer_tree(
-        arrays, activation="linear", resnet=False, precision=precision, trainable=affine.w.requires_grad
-    )
+    return layer_tree(arrays, activation="linear", resnet=False, precision=precision, trainable=affine.w.requires_grad)

@@ -64,7 +64,7 @@ class Dpa3Statistics:
         self.options, self.n = options, n_species
         if not options.fix_stat_std and not isinstance(options.e_sel, int):
             raise ForgefieldError(
-                "model.descriptor.fix_stat_std is 0: deviations are measured over e_sel rows of each atom; set e_sel to a number."
+                "model.descriptor.fix_stat_std is 0, which needs a number as e_sel: deviations are those of e_sel rows."
             )
         self.rows = RowStatistics(
             n_species,
@@ -215,7 +215,9 @@ class Dpa3(Descriptor[Dpa3Options]):
         columns = join([scalars.unsqueeze(1), steps, torch.stack([fades / e_norm, near_fades * a_norm**-0.25], 1)], 1)
         scalars, steps, fades, near_fades = cut(barrier(columns.to(dtype), edges.gradient), [1, 3, 1, 1], 1)
         angles = self._angles(near, graph, room, dtype)
-        around = Around(edges, steps, fades, near.to(dtype).unsqueeze(1), angles.blocks(angles.rows(near_fades)), angles)
+        around = Around(
+            edges, steps, fades, near.to(dtype).unsqueeze(1), angles.blocks(angles.rows(near_fades)), angles
+        )
         of_edges = self.edge_embedding(scalars)
         if not options.edge_init_use_dist:
             of_edges = self.activate(of_edges)

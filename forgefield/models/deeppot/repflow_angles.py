@@ -103,7 +103,9 @@ def nearest(near: Tensor, lengths: Tensor, graph: EdgeGraph, limit: int) -> Tens
     """(n_edges,) bool: those of the near edges that are among the `limit` shortest of their centre. lengths: (n_edges,), A."""
     order = torch.argsort(torch.where(near, lengths, torch.inf), stable=True)
     order = order.index_select(0, torch.argsort(graph.destination.index_select(0, order), stable=True))
-    first = graph.by_destination.pointers.index_select(0, graph.destination)  # `order` is sorted by centre, as edges are
+    first = graph.by_destination.pointers.index_select(
+        0, graph.destination
+    )  # `order` is sorted by centre, as edges are
     numbers = torch.arange(graph.n_edges, device=near.device)
     rank = torch.zeros_like(order).index_copy_(0, order, numbers - first)
     return near & (rank < limit)

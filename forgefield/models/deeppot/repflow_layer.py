@@ -54,7 +54,7 @@ class Affine(nn.Module):
 
     def parts(self, *sizes: int) -> tuple[Tensor, ...]:
         """The matrices of parts of the input with these widths."""
-        return self.w.split(list(sizes))
+        return tuple(torch.split(self.w, list(sizes)))
 
 
 @dataclass(frozen=True)
@@ -90,9 +90,7 @@ class Features:
 class RepFlowLayer(nn.Module):
     """One update of all features. DeePMD-kit's names: node_self_mlp is `node_self`, node_sym_linear `node_sym`, ..."""
 
-    def __init__(
-        self, options: Dpa3Options, *, dtype: torch.dtype, generator: torch.Generator
-    ) -> None:
+    def __init__(self, options: Dpa3Options, *, dtype: torch.dtype, generator: torch.Generator) -> None:
         super().__init__()
         self.options = options
         n, e, a = options.n_dim, options.e_dim, options.a_dim
@@ -207,9 +205,7 @@ class RepFlowLayer(nn.Module):
         self, layer: Affine, angles: Sequence[Tensor], rows: tuple[Tensor, Tensor], around: Around
     ) -> list[Tensor]:
         """activate(W [angle, node, edge ik, edge ij] + b), (m, n, n, ...) of each block."""
-        of_angle, of_node, of_other, of_edge = layer.parts(
-            self.options.a_dim, self.n_angle, self.e_angle, self.e_angle
-        )
+        of_angle, of_node, of_other, of_edge = layer.parts(self.options.a_dim, self.n_angle, self.e_angle, self.e_angle)
         nodes, edges = rows
         assert layer.b is not None
         first = products.product(torch.cat([nodes, edges], 1), torch.cat([of_node, of_edge])) + layer.b

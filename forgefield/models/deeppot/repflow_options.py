@@ -46,8 +46,8 @@ class Dpa3Options(DescriptorOptions):
     a_rcut_smth: float = option(3.5, at_least=0, unit="A")
     """Where the switch of angles begins, A."""
     a_sel: int | str | None = None
-    """As `e_sel` for neighbours within `a_rcut`, but only the nearest have angles if there are more: DeePMD-kit does the same, and
-    the energy is then discontinuous."""
+    """As `e_sel` for neighbours within `a_rcut`; with more, only the nearest have angles, as in DeePMD-kit, and the energy is
+    discontinuous."""
     axis_neuron: int = option(4, at_least=1)
     """Columns of the moments that the others are combined with."""
     a_compress_rate: int = option(0, at_least=0)
@@ -169,7 +169,9 @@ def factor_of(name: str, value: str | None) -> float:
     except ValueError:
         result = math.nan
     if word != "auto" or not result >= 1:
-        raise ForgefieldError(f"{WHERE}.{name} is '{value}'; give a number, auto, or auto:FACTOR with a factor of at least 1.")
+        raise ForgefieldError(
+            f"{WHERE}.{name} is '{value}'; give a number, auto, or auto:FACTOR with a factor of at least 1."
+        )
     return result
 
 
@@ -199,9 +201,7 @@ def _check(options: Dpa3Options, species: Sequence[str], cutoff: float) -> None:
     if options.use_dynamic_sel and not options.smooth_edge_update:
         raise ForgefieldError(f"{WHERE}.use_dynamic_sel needs smooth_edge_update: true.")
     if options.sequential_update and not (options.update_angle and options.update_style == "res_residual"):
-        raise ForgefieldError(
-            f"{WHERE}.sequential_update needs update_angle: true and update_style: res_residual."
-        )
+        raise ForgefieldError(f"{WHERE}.sequential_update needs update_angle: true and update_style: res_residual.")
     _check_compression(options)
     if options.use_econf_tebd:
         for symbol in species:
@@ -214,7 +214,7 @@ def _check_compression(options: Dpa3Options) -> None:
         return
     if width % rate or (width * options.a_compress_e_rate) % (2 * rate):
         raise ForgefieldError(
-            f"{WHERE}.a_compress_rate is {rate}; a_dim={width} must be divisible by it, and a_dim * a_compress_e_rate by twice it."
+            f"{WHERE}.a_compress_rate is {rate}; a_dim={width} must be a multiple of it, a_dim * a_compress_e_rate of twice it."
         )
     nodes, edges = options.angle_widths()
     if options.a_compress_use_split and (nodes > options.n_dim or edges > options.e_dim):

@@ -30,7 +30,7 @@ class _Silu(TypedFunction):
 
     @staticmethod
     def backward(ctx: AutogradContext, grad: Tensor) -> Gradients:
-        return _Slope.apply(grad, *ctx.saved_tensors)
+        return (_Slope.apply(grad, *ctx.saved_tensors),)
 
     @staticmethod
     def jvp(ctx: AutogradContext, tangent: Tensor) -> Tensor:
@@ -45,7 +45,8 @@ class _Slope(TypedFunction):
     def forward(ctx: AutogradContext, grad: Tensor, x: Tensor) -> Tensor:
         ctx.save_for_backward(grad, x)
         ctx.save_for_forward(grad, x)
-        return torch.ops.aten.silu_backward(grad, x)
+        result: Tensor = torch.ops.aten.silu_backward(grad, x)
+        return result
 
     @staticmethod
     def backward(ctx: AutogradContext, outer: Tensor) -> Gradients:

@@ -91,8 +91,16 @@ REFUSED: list[tuple[dict[str, Any], str, str]] = [
     ({"model.spin": {}}, "model.spin", "magnetic"),
     ({"model.descriptor.type": "dpa4"}, "model.descriptor.type", "not supported"),
     ({"model.descriptor": {"type": "dpa3"}}, "model.descriptor.repflow", "is missing"),
-    ({"model.descriptor": DPA3, "model.descriptor.repflow.e_sel": 1.5}, "model.descriptor.repflow.e_sel", "auto:FACTOR"),
-    ({"model.descriptor": DPA3, "model.descriptor.add_chg_spin_ebd": True}, "model.descriptor.add_chg_spin_ebd", "charge and spin"),
+    (
+        {"model.descriptor": DPA3, "model.descriptor.repflow.e_sel": 1.5},
+        "model.descriptor.repflow.e_sel",
+        "auto:FACTOR",
+    ),
+    (
+        {"model.descriptor": DPA3, "model.descriptor.add_chg_spin_ebd": True},
+        "model.descriptor.add_chg_spin_ebd",
+        "charge and spin",
+    ),
     ({"model.fitting_net.type": "dipole", "loss": ...}, "loss.pref", "is missing"),
     ({"model.fitting_net.type": "property", "loss": ...}, "model.fitting_net.property_name", "is missing"),
     ({"model.fitting_net.type": "population"}, "model.fitting_net.type", "not supported"),

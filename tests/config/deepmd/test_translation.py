@@ -244,8 +244,15 @@ def test_se_atten_keeps_its_options_and_the_oldest_names() -> None:
 def test_the_section_repflow_becomes_part_of_the_descriptor() -> None:
     result = both({"model.descriptor": DPA3})
     assert result.config["model"]["descriptor"] == {
-        **{"type": "dpa3", "activation_function": "silut:10.0", "e_rcut_smth": 5.3, "a_rcut": 4.0, "a_rcut_smth": 3.5},
-        **{"n_dim": 128, "edge_init_use_dist": True, "e_sel": 120, "a_sel": 30},
+        "type": "dpa3",
+        "activation_function": "silut:10.0",
+        "e_rcut_smth": 5.3,
+        "a_rcut": 4.0,
+        "a_rcut_smth": 3.5,
+        "n_dim": 128,
+        "edge_init_use_dist": True,
+        "e_sel": 120,
+        "a_sel": 30,
     }
     assert result.config["data"]["cutoff"] == 6.0
     assert "no effect" in result.notes["model.descriptor.repflow.optim_update"]
