@@ -17,6 +17,8 @@ from forgefield.models.options import check_values
 WHERE = "model.descriptor"
 MARGIN = 1.1
 """Factor by which `auto` and compiled layouts have more slots than the largest number of neighbours in the training data."""
+UNMEASURED = 1.5
+"""Without training data: slots of compiled layouts over the norm of sums."""
 MULTIPLE = 4
 """Numbers of slots that follow from the data are multiples of this."""
 
@@ -124,7 +126,7 @@ def complete_options(
         raise ForgefieldError(f"{WHERE}.a_sel is {a_sel}; it must be at most e_sel={e_sel}.")
     if not options.use_dynamic_sel:
         require_slots(e_sel, most or 0)
-    expected = math.ceil(replace(options, e_sel=e_sel, a_sel=a_sel).norms()[1])
+    expected = math.ceil(UNMEASURED * replace(options, e_sel=e_sel, a_sel=a_sel).norms()[1])
     places = options.max_angle_neighbours or (expected if near is None else max(1, math.ceil(MARGIN * near)))
     dstd = options.dstd
     if options.fix_stat_std:
