@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from forgefield.errors import ForgefieldError
-from forgefield.models.deeppot.attention import count_edges
+from forgefield.models.deeppot.attention import Slots, count_edges, lay_out
 from forgefield.models.deeppot.descriptor import (
     Descriptor,
     TypeEmbedding,
@@ -178,7 +178,7 @@ class Dpa3(Descriptor[Dpa3Options]):
             result = join([result, pick_rows(table, species)], 1)
         rotation = None
         if self.rotates:
-            rotation = neighbour_moments(around.steps, features.edges, edges.graph).transpose(1, 2)
+            rotation = neighbour_moments(around.steps, features.edges, edges.graph, around.slots).transpose(1, 2)
         return self._refuse(result, room), rotation
 
     def _start(
@@ -215,9 +215,8 @@ class Dpa3(Descriptor[Dpa3Options]):
         columns = join([scalars.unsqueeze(1), steps, torch.stack([fades / e_norm, near_fades * a_norm**-0.25], 1)], 1)
         scalars, steps, fades, near_fades = cut(barrier(columns.to(dtype), edges.gradient), [1, 3, 1, 1], 1)
         angles = self._angles(near, graph, room, dtype)
-        around = Around(
-            edges, steps, fades, near.to(dtype).unsqueeze(1), angles.blocks(angles.rows(near_fades)), angles
-        )
+        blocks, slots = angles.blocks(angles.rows(near_fades)), self._slots(graph, dtype)
+        around = Around(edges, steps, fades, near.to(dtype).unsqueeze(1), blocks, angles, slots)
         of_edges = self.edge_embedding(scalars)
         if not options.edge_init_use_dist:
             of_edges = self.activate(of_edges)
@@ -229,6 +228,15 @@ class Dpa3(Descriptor[Dpa3Options]):
 
     def _switch(self, lengths: Tensor, start: float, end: float) -> Tensor:
         return (exponential_switch if self.options.use_exp_switch else switch)(lengths, start, end)
+
+    def _slots(self, graph: EdgeGraph, dtype: torch.dtype) -> Slots | None:
+        """Places of the edges of every atom, where their largest number is known and all edges are in use."""
+        if not self.may_wait_for(graph.source) or graph.source.is_cuda or graph.n_edges == 0 or graph.pointers is not None:
+            return None
+        pointers = graph.by_destination.pointers
+        most = int((pointers[1:] - pointers[:-1]).max())
+        everything = torch.ones_like(graph.source, dtype=torch.bool)
+        return lay_out(everything, graph.destination, pointers, most, dtype, all_chosen=True)
 
     def _limits_angles(self, room: Tensor) -> bool:
         """Whether some atom may have more near neighbours (n_atoms,) than `a_sel`."""

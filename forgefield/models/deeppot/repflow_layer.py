@@ -14,6 +14,7 @@ from typing import cast
 import torch
 from torch import Tensor, nn
 
+from forgefield.models.deeppot.attention import Slots
 from forgefield.models.deeppot.repflow_angles import Angles
 from forgefield.models.deeppot.repflow_options import Dpa3Options
 from forgefield.models.deeppot.silut import fast_activation
@@ -63,7 +64,8 @@ class Around:
 
     steps: (n_edges, 3) direction to the neighbour, times a function of the distance, the switch and the root of the norm of
     sums. fades: (n_edges, 1) switch over the norm of sums over neighbours. near: (n_edges, 1), 1 for edges with angles.
-    near_fades: (m, n, 1) of each block of angles, switch of the angles.
+    near_fades: (m, n, 1) of each block of angles, switch of the angles. slots: places of the edges of every atom, if their largest
+    number is known.
     """
 
     edges: EdgeContext
@@ -72,6 +74,7 @@ class Around:
     near: Tensor
     near_fades: Sequence[Tensor]
     angles: Angles
+    slots: Slots | None
 
     @property
     def graph(self) -> EdgeGraph:
@@ -167,7 +170,7 @@ class RepFlowLayer(nn.Module):
 
     def _updated_nodes(self, nodes: Tensor, of_edges: Tensor, around: Around) -> Tensor:
         graph, widths = around.graph, [self.options.e_dim, self.options.n_dim]
-        moments = neighbour_moments(around.steps, torch.cat([of_edges, gather(nodes, graph.by_source)], 1), graph)
+        moments = neighbour_moments(around.steps, torch.cat([of_edges, gather(nodes, graph.by_source)], 1), graph, around.slots)
         invariants = [self._invariants(part) for part in moments.split(widths, 2)]
         terms = [self.activate(self.node_self(nodes)), self.activate(self.node_sym(torch.cat(invariants, 1)))]
         messages = self._message(self.node_edge, nodes, of_edges, around) * around.fades
@@ -232,6 +235,9 @@ class RepFlowLayer(nn.Module):
         return [self._update("angle", angle, [term]) for angle, term in zip(angles, terms, strict=True)]
 
 
-def neighbour_moments(steps: Tensor, values: Tensor, graph: EdgeGraph) -> Tensor:
-    """(n_atoms, 3, c): sum over each atom's edges of steps (n_edges, 3) (x) values (n_edges, c)."""
+def neighbour_moments(steps: Tensor, values: Tensor, graph: EdgeGraph, slots: Slots | None) -> Tensor:
+    """(n_atoms, 3, c): sum over each atom's edges of steps (n_edges, 3) (x) values (n_edges, c). slots: places of the edges of
+    every atom, if their number is known."""
+    if slots is not None:
+        return torch.bmm(slots.spread(steps).transpose(1, 2), slots.spread(values))
     return segment_sum(steps.unsqueeze(2) * values.unsqueeze(1), graph.by_destination)
