@@ -231,7 +231,12 @@ class Dpa3(Descriptor[Dpa3Options]):
 
     def _slots(self, graph: EdgeGraph, dtype: torch.dtype) -> Slots | None:
         """Places of the edges of every atom, where their largest number is known and all edges are in use."""
-        if not self.may_wait_for(graph.source) or graph.source.is_cuda or graph.n_edges == 0 or graph.pointers is not None:
+        if (
+            not self.may_wait_for(graph.source)
+            or graph.source.is_cuda
+            or graph.n_edges == 0
+            or graph.pointers is not None
+        ):
             return None
         pointers = graph.by_destination.pointers
         most = int((pointers[1:] - pointers[:-1]).max())

@@ -170,7 +170,9 @@ class RepFlowLayer(nn.Module):
 
     def _updated_nodes(self, nodes: Tensor, of_edges: Tensor, around: Around) -> Tensor:
         graph, widths = around.graph, [self.options.e_dim, self.options.n_dim]
-        moments = neighbour_moments(around.steps, torch.cat([of_edges, gather(nodes, graph.by_source)], 1), graph, around.slots)
+        moments = neighbour_moments(
+            around.steps, torch.cat([of_edges, gather(nodes, graph.by_source)], 1), graph, around.slots
+        )
         invariants = [self._invariants(part) for part in moments.split(widths, 2)]
         terms = [self.activate(self.node_self(nodes)), self.activate(self.node_sym(torch.cat(invariants, 1)))]
         messages = self._message(self.node_edge, nodes, of_edges, around) * around.fades
