@@ -1,7 +1,8 @@
 """Training steps of Deep Potential models on DeePMD-kit's water example, beside DeePMD-kit where it is installed.
 
     python benchmarks/deeppot.py --data water_dp/data_0 [--models se_e2_a dpa1 dpa3] [--precisions float64 float32]
-                                 [--frames 1 8] [--engines eager compile graphs] [--peer-python other/bin/python] [--start input.json]
+                                 [--frames 1 8] [--engines eager compile graphs] [--peer-python other/bin/python]
+                                 [--start input.json]
 
 192 atoms a frame, cutoff 6 A, sel 46/92, embedding 25-50-100, 1600 features, fitting 240-240-240; DPA-1 with sel 120 and two
 attention layers; DPA-3 as in its example (1.3 million parameters; any number of neighbours in `dpa3`, at most 30 with angles in

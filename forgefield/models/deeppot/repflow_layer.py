@@ -64,8 +64,7 @@ class Around:
 
     steps: (n_edges, 3) direction to the neighbour, times a function of the distance, the switch and the root of the norm of
     sums. fades: (n_edges, 1) switch over the norm of sums over neighbours. near: (n_edges, 1), 1 for edges with angles.
-    near_fades: (m, n, 1) of each block of angles, switch of the angles. slots: places of the edges of every atom, if their largest
-    number is known.
+    near_fades: (m, n, 1) of each block of angles, switch of the angles. slots: places of the edges of every atom, if known.
     """
 
     edges: EdgeContext
