@@ -68,6 +68,7 @@ MODELS: dict[str, dict[str, Any]] = {
             "e_dim": 4,
             "a_dim": 4,
             "nlayers": 3,
+            "update_residual": 0.5,
             "e_rcut_smth": 2.6,
             "e_sel": 200,
             "a_rcut": 3.2,
