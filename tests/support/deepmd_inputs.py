@@ -52,6 +52,23 @@ WATER: dict[str, Any] = {
 }
 """The settings of the water example of DeePMD-kit for its PyTorch."""
 
+DPA3: dict[str, Any] = {
+    "type": "dpa3",
+    "repflow": {
+        "e_rcut": 6.0,
+        "e_rcut_smth": 5.3,
+        "e_sel": 120,
+        "a_rcut": 4.0,
+        "a_rcut_smth": 3.5,
+        "a_sel": 30,
+        "n_dim": 128,
+        "edge_use_dist": True,
+        "optim_update": False,
+    },
+    "activation_function": "silut:10.0",
+}
+"""A descriptor with a section of its own."""
+
 
 def changed(changes: dict[str, Any], base: dict[str, Any] = WATER) -> dict[str, Any]:
     """`base` with values by dotted key; `...` takes a key out."""
@@ -64,7 +81,7 @@ def changed(changes: dict[str, Any], base: dict[str, Any] = WATER) -> dict[str, 
         if value is ...:
             del place[name]
         else:
-            place[name] = value
+            place[name] = copy.deepcopy(value)
     return content
 
 

@@ -32,7 +32,7 @@ def translate_data(training: Section, species: list[str], type_names: dict[str, 
     section.finish()
     validation = training.below("validation_data")
     data |= _validation(validation, species, names)
-    shared = [name for name in _names(data["val"]) if name in _names(data["train"])]
+    shared = [name for name in source_paths(data["val"]) if name in source_paths(data["train"])]
     if shared and validation is not None:
         data["overlap"] = "allow"
         validation.notes[validation.path("systems")] = (
@@ -42,7 +42,7 @@ def translate_data(training: Section, species: list[str], type_names: dict[str, 
     return data
 
 
-def _names(sources: Any) -> list[str]:
+def source_paths(sources: Any) -> list[str]:
     """Paths of `data.train` or `data.val`."""
     entries = sources if isinstance(sources, list) else [] if sources is None else [sources]
     return [entry["path"] if isinstance(entry, dict) else entry for entry in entries]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from forgefield.config.deepmd.repflow import OUTER, translate_repflow
 from forgefield.config.deepmd.section import MISSING, Section
 from forgefield.config.deepmd.values import NETWORK, kind_of, written_values
 from forgefield.errors import ForgefieldError
@@ -30,7 +31,7 @@ OTHER_DESCRIPTORS = {
     **dict.fromkeys(("loc_frame", "se_a_mask"), _TENSORFLOW),
     **dict.fromkeys(("se_a_tpe", "se_a_ebd"), _TYPE_EMBEDDED),
     **dict.fromkeys(("se_e3_tebd",), _NOT_HERE),
-    **dict.fromkeys(("dpa2", "dpa3", "dpa4", "dpa4c", "se_zm", "SeZM"), _NOT_HERE),
+    **dict.fromkeys(("dpa2", "dpa4", "dpa4c", "se_zm", "SeZM"), _NOT_HERE),
 }
 """Descriptors that are not supported, and why."""
 SE_E3 = (*NETWORK, "sel", "rcut_smth", "exclude_types", "env_protection", "set_davg_zero")
@@ -47,6 +48,7 @@ DESCRIPTOR_KEYS = {
     "se_e3": SE_E3,
     "se_atten": (*SE_ATTEN_V2, "smooth_type_embedding", "tebd_input_mode"),
     "se_atten_v2": SE_ATTEN_V2,
+    "dpa3": OUTER,
 }
 
 
@@ -75,6 +77,8 @@ def _hybrid(section: Section) -> tuple[dict[str, Any], float]:
 
 
 def _single(section: Section, kind: str) -> tuple[dict[str, Any], float]:
+    if kind == "dpa3":
+        return translate_repflow(section)
     cutoff = section.number("rcut", 6.0, above=0)
     options = written_values(section, DESCRIPTOR_KEYS[kind])
     if kind.startswith("se_atten"):

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from forgefield.config.deepmd.data import translate_data
+from forgefield.config.deepmd.labels import drop_missing_virial
 from forgefield.config.deepmd.learning import translate_learning_rate, translate_optimiser
 from forgefield.config.deepmd.loss import translate_loss
 from forgefield.config.deepmd.model import Model, translate_model
@@ -118,6 +119,7 @@ def _parts(
     learnt = translate_loss(
         loss, model.fitting, model.species, data["batch"], model.options.get("atom_exclude_types", ())
     )
+    drop_missing_virial(root, learnt.task, data["train"])
     if model.fields or learnt.fields:
         data["labels"] = {"fields": {**model.fields, **learnt.fields}}
     return model, data, learnt

@@ -26,6 +26,7 @@ from forgefield.models.deeppot.deepmd_networks import (
     stacked_state,
 )
 from forgefield.models.deeppot.deepmd_two_body import tree_of_rows
+from forgefield.models.deeppot.repflow import Dpa3
 from forgefield.models.deeppot.se_atten import SeAtten
 
 TYPES = {"dpa1": "se_atten", "se_atten": "se_atten", "se_atten_v2": "se_atten_v2"}
@@ -169,8 +170,9 @@ def _in_all_slots(rows: list[list[float]] | None, slots: int, precision: str) ->
     return np.repeat(np.asarray(rows, dtype=precision)[:, None], slots, 1)
 
 
-def type_embedding_tree(descriptor: SeAtten, precision: str) -> Tree:
+def type_embedding_tree(descriptor: SeAtten | Dpa3, precision: str) -> Tree:
     options, embedding = descriptor.options, descriptor.type_embedding
+    width = embedding.w.shape[1]
     arrays = {"w": numpy_of(embedding.w), "b": None if embedding.b is None else numpy_of(embedding.b), "idt": None}
     how: Tree = {"activation_function": "Linear", "resnet_dt": False, "precision": precision}
     layer = layer_tree(arrays, activation="Linear", resnet=True, precision=precision, trainable=options.trainable)
@@ -178,7 +180,7 @@ def type_embedding_tree(descriptor: SeAtten, precision: str) -> Tree:
         "@class": "EmbeddingNetwork",
         "@version": 2,
         "in_dim": embedding.w.shape[0],
-        "neuron": [options.tebd_dim],
+        "neuron": [width],
         "bias": options.use_tebd_bias,
         "layers": [layer],
     }
@@ -186,7 +188,7 @@ def type_embedding_tree(descriptor: SeAtten, precision: str) -> Tree:
         "@class": "TypeEmbedNet",
         "@version": 2,
         "ntypes": len(descriptor.species),
-        "neuron": [options.tebd_dim],
+        "neuron": [width],
         "trainable": options.trainable,
         "padding": True,
         "use_econf_tebd": options.use_econf_tebd,

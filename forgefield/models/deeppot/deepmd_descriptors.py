@@ -15,6 +15,7 @@ import numpy as np
 from forgefield.errors import ForgefieldError
 from forgefield.models.deeppot.deepmd_attention import attention_from_checkpoint, attention_from_tree, attention_tree
 from forgefield.models.deeppot.deepmd_networks import Arrays, Tree
+from forgefield.models.deeppot.deepmd_repflow import repflow_from_checkpoint, repflow_from_tree, repflow_tree
 from forgefield.models.deeppot.deepmd_three_body import (
     three_body_from_checkpoint,
     three_body_from_tree,
@@ -50,6 +51,12 @@ def _write_attention(descriptor: Any, sel: list[int] | None, fitting: FittingInp
         kind = descriptor.options.type
         raise ForgefieldError(f"a model with {kind} keeps the sel it was trained with; leave --sel out.")
     return attention_tree(descriptor)
+
+
+def _write_repflow(descriptor: Any, sel: list[int] | None, fitting: FittingInputs) -> Tree:
+    if sel is not None:
+        raise ForgefieldError("a model with dpa3 keeps the e_sel it was trained with; leave --sel out.")
+    return repflow_tree(descriptor)
 
 
 def _read_hybrid(tree: Tree, n_species: int) -> tuple[Tree, Arrays]:
@@ -119,6 +126,11 @@ FORMS: dict[str, DescriptorForm] = {
     "se_e3": DescriptorForm(three_body_from_tree, three_body_from_checkpoint, three_body_tree),
     "se_atten": ATTENTION,
     "se_atten_v2": ATTENTION,
+    "dpa3": DescriptorForm(
+        lambda tree, n_species: repflow_from_tree(tree),
+        lambda section, arrays, n_species: repflow_from_checkpoint(section, arrays),
+        _write_repflow,
+    ),
     "hybrid": DescriptorForm(_read_hybrid, _hybrid_from_checkpoint, _write_hybrid),
 }
 """By Forgefield's names of descriptors; `options.ALIASES` has the other names of DeePMD-kit."""
@@ -138,7 +150,9 @@ def descriptor_from_tree(tree: Tree, n_species: int) -> tuple[Tree, Arrays]:
 
 def cutoff_of_tree(tree: Tree) -> float:
     """Cutoff, A, of a descriptor: of a hybrid the largest of its parts."""
-    return max(map(cutoff_of_tree, tree["list"])) if tree["type"] == "hybrid" else float(tree["rcut"])
+    if tree["type"] == "hybrid":
+        return max(map(cutoff_of_tree, tree["list"]))
+    return float(tree["repflow_args"]["e_rcut"] if tree["type"] == "dpa3" else tree["rcut"])
 
 
 def descriptor_from_checkpoint(section: Mapping[str, Any], arrays: Arrays, n_species: int) -> Tree:

@@ -144,6 +144,11 @@ def sum_tree(standard: Tree, options: DeepPotOptions, cutoff: float) -> Tree:
 def table_tree(standard: Tree, options: DeepPotOptions, cutoff: float) -> Tree:
     """A model of type zbl for DeePMD-kit. standard: the tree of its network, with the bias of the whole."""
     assert options.srtab is not None
+    if "sel" not in standard["descriptor"]:
+        kind = standard["descriptor"]["type"]
+        raise ForgefieldError(
+            f"the model has a pair table (use_srtab) with the descriptor {kind}, which is not exported."
+        )
     species, bias = standard["type_map"], standard["@variables"]["out_bias"]
     excluded = {key: standard[key] for key in ("atom_exclude_types", "pair_exclude_types")}
     common = {"rcond": None, "preset_out_bias": None, "@class": "Model", "@version": 2, "type_map": species}

@@ -107,6 +107,7 @@ class Descriptor(nn.Module, ABC, Generic[OptionsT]):
     dim_out: numbers per atom.
     dim_rotation: rows M of the rotation matrix, 0 if it has none.
     mixed_types: whether the descriptor distinguishes species itself, so that one fitting network is used for all of them.
+    rotates: whether the rotation matrix is read.
     ghost_atoms, inputs: see `AtomisticModel`.
     """
 
@@ -115,6 +116,7 @@ class Descriptor(nn.Module, ABC, Generic[OptionsT]):
     options: OptionsT
     dim_out: int
     dim_rotation: int = 0
+    rotates: bool = True
     mixed_types: bool = False
     ghost_atoms: str | None = "local"
     inputs: Inputs = {}

@@ -107,6 +107,7 @@ class DeepPot(RegisteredModel[DeepPotOptions]):
             **specific,
         )
         self.gives_energy = isinstance(self.fitting, Fitting)
+        self.descriptor.rotates = not self.gives_energy
         if options.branches and isinstance(self.fitting, Fitting):
             draw_branches(self.fitting, options.branches)
         has_table = options.srtab is not None

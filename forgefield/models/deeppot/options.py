@@ -184,7 +184,7 @@ class DeepPotOptions:
     """Options of a Deep Potential."""
 
     descriptor: dict[str, Any] = field(default_factory=lambda: {"type": "se_e2_a"})
-    """The descriptor: `type` (se_e2_a, se_e2_r, se_e3, se_atten, se_atten_v2, hybrid) and its options by DeePMD-kit's names."""
+    """The descriptor: `type` (se_e2_a, se_e2_r, se_e3, se_atten, se_atten_v2, dpa3, hybrid) and its options by DeePMD-kit's names."""
     fitting_net: dict[str, Any] = field(default_factory=lambda: {"type": "ener"})
     """The fitting network: `type` (ener, property, dos, dipole, polar) and its options by DeePMD-kit's names."""
     pair_exclude_types: list[list[int]] = field(default_factory=list)
@@ -367,6 +367,7 @@ DESCRIPTORS = {
     "se_e3": "se_e3.SeE3",
     "se_atten": "se_atten.SeAtten",
     "se_atten_v2": "se_atten.SeAttenV2",
+    "dpa3": "repflow.Dpa3",
     "hybrid": "hybrid.Hybrid",
 }
 """Where the class of each descriptor is; it has `Options` and `complete`."""

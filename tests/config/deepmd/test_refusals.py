@@ -10,7 +10,7 @@ import pytest
 from forgefield.config.deepmd import translate
 from forgefield.config.loading import load_config
 from forgefield.errors import ForgefieldError
-from tests.support.deepmd_inputs import changed
+from tests.support.deepmd_inputs import DPA3, changed
 
 SINGLE = {"model.descriptor.precision": "float32", "model.fitting_net.precision": "float32"}
 REFUSED: list[tuple[dict[str, Any], str, str]] = [
@@ -98,7 +98,18 @@ REFUSED: list[tuple[dict[str, Any], str, str]] = [
         "is missing; the descriptor se_a_ebd_v2 reads it",
     ),
     ({"model.spin": {}}, "model.spin", "magnetic"),
-    ({"model.descriptor.type": "dpa3"}, "model.descriptor.type", "not supported"),
+    ({"model.descriptor.type": "dpa4"}, "model.descriptor.type", "not supported"),
+    ({"model.descriptor": {"type": "dpa3"}}, "model.descriptor.repflow", "is missing"),
+    (
+        {"model.descriptor": DPA3, "model.descriptor.repflow.e_sel": 1.5},
+        "model.descriptor.repflow.e_sel",
+        "auto:FACTOR",
+    ),
+    (
+        {"model.descriptor": DPA3, "model.descriptor.add_chg_spin_ebd": True},
+        "model.descriptor.add_chg_spin_ebd",
+        "charge and spin",
+    ),
     ({"model.fitting_net.type": "dipole", "loss": ...}, "loss.pref", "is missing"),
     ({"model.fitting_net.type": "property", "loss": ...}, "model.fitting_net.property_name", "is missing"),
     ({"model.fitting_net.type": "population"}, "model.fitting_net.type", "not supported"),

@@ -16,7 +16,7 @@ import pytest
 from forgefield.config.deepmd import translate
 from forgefield.errors import ForgefieldError
 from forgefield.models.resolving import check_model
-from tests.support.deepmd_inputs import WATER, changed
+from tests.support.deepmd_inputs import DPA3, WATER, changed
 
 SCRIPT = """
 import json, sys
@@ -25,7 +25,7 @@ from deepmd.utils.compat import update_deepmd_input
 
 KINDS = {
     "model": ["standard"],
-    "model.descriptor": ["se_e2_a", "se_e2_r", "se_atten"],
+    "model.descriptor": ["se_e2_a", "se_e2_r", "se_atten", "dpa3"],
     "model.fitting_net": ["ener"],
     "learning_rate": ["exp", "cosine", "wsd"],
     "optimizer": ["Adam", "AdamW"],
@@ -58,6 +58,7 @@ INPUTS: list[dict[str, Any]] = [
     changed({"learning_rate": {"type": "wsd", "start_lr": 0.01}, "optimizer": {"type": "AdamW"}}),
     changed({"learning_rate": {"type": "cosine", "start_lr": 0.01}, "loss": {}}),
     changed({"model.descriptor": {"type": "se_atten", "sel": 120}, "training.validation_data": ...}),
+    changed({"model.descriptor": DPA3}),
     changed(
         {"model.descriptor": {"type": "se_r", "sel": [46, 92]}, "training.numb_steps": ..., "training.num_epoch": 3}
     ),
@@ -89,7 +90,8 @@ def test_an_input_with_all_defaults_written_out_is_the_same_run(number: int, the
     model = translate(written, Path("input.json"))["model"]
     for part in ("descriptor", "fitting_net"):
         for name in set(model[part]) - set(ours["model"][part]):
-            written["model"][part].pop(name)
+            section = written["model"][part]
+            (section if name in section else section["repflow"]).pop(name)
     assert translate(written, Path("input.json")) == ours
 
 
@@ -108,7 +110,9 @@ def test_no_key_of_the_schema_is_unknown(theirs: dict[str, Any]) -> None:
         if path == "learning_rate" and kind is not None:
             base = {"learning_rate": {"type": kind, "start_lr": 0.001}}
         if path == "model.descriptor" and kind is not None:
-            base = {"model.descriptor": {"type": kind}}
+            base = {"model.descriptor": DPA3 if kind == "dpa3" else {"type": kind}}
+        if path == "model.descriptor.repflow":
+            base = {"model.descriptor": DPA3}
         try:
             translate(changed({**base, f"{path}.{name}": 1}), Path("input.json"))
         except ForgefieldError as error:

@@ -17,7 +17,7 @@ from forgefield.config.deepmd import is_deepmd_input, translate
 from forgefield.config.loading import load_config
 from forgefield.errors import ForgefieldError
 from forgefield.training.optim.optimisers import build_scheduler
-from tests.support.deepmd_inputs import WATER, both, changed, translated
+from tests.support.deepmd_inputs import DPA3, WATER, both, changed, translated
 
 AUTO = {"bound": "lower", "by_source": True}
 
@@ -242,6 +242,24 @@ def test_se_atten_keeps_its_options_and_the_oldest_names() -> None:
     assert found["data"]["cutoff"] == 5.0
 
 
+def test_the_section_repflow_becomes_part_of_the_descriptor() -> None:
+    result = both({"model.descriptor": DPA3})
+    assert result.config["model"]["descriptor"] == {
+        "type": "dpa3",
+        "activation_function": "silut:10.0",
+        "e_rcut_smth": 5.3,
+        "a_rcut": 4.0,
+        "a_rcut_smth": 3.5,
+        "n_dim": 128,
+        "edge_init_use_dist": True,
+        "e_sel": 120,
+        "a_sel": 30,
+    }
+    assert result.config["data"]["cutoff"] == 6.0
+    assert "no effect" in result.notes["model.descriptor.repflow.optim_update"]
+    assert "nearest 30" in result.notes["model.descriptor.repflow.a_sel"]
+
+
 def test_a_short_range_table_next_to_the_input_is_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "elsewhere").mkdir()
     (tmp_path / "tab.txt").write_text("0 0 0 0\n")
@@ -416,6 +434,17 @@ def test_keys_without_an_effect_are_reported() -> None:
         "training.validation_data.numb_btch",
         "optimizer.weight_decay",
     }
+
+
+def test_a_virial_without_labels_is_not_trained(tmp_path: Path) -> None:
+    water = {"training.training_data.systems": [str(tmp_path)], "loss.start_pref_v": 0.02, "loss.limit_pref_v": 1}
+    (tmp_path / "type.raw").write_text("0\n")
+    result = both(water)
+    assert "virial" not in result.config["task"]
+    assert "virial.npy" in result.notes["loss.start_pref_v"]
+    (tmp_path / "set.000").mkdir()
+    (tmp_path / "set.000" / "virial.npy").touch()
+    assert "virial" in both(water).config["task"]
 
 
 def test_systems_of_both_training_and_validation_are_allowed_with_a_note() -> None:
