@@ -19,7 +19,7 @@ _NOT_HERE = "a descriptor that is not supported"
 OTHER_DESCRIPTORS = {
     **dict.fromkeys(("loc_frame", "se_a_mask"), _TENSORFLOW),
     **dict.fromkeys(("se_a_tpe", "se_a_tpe_v2", "se_a_ebd", "se_a_ebd_v2"), _TYPE_EMBEDDED),
-    **dict.fromkeys(("se_e3", "se_at", "se_a_3be", "se_t", "se_e3_tebd"), _NOT_HERE),
+    **dict.fromkeys(("se_e3", "se_at", "se_a_3be", "se_t"), _NOT_HERE),
     **dict.fromkeys(("dpa2", "dpa3", "dpa4", "dpa4c", "se_zm", "SeZM"), _NOT_HERE),
 }
 """Descriptors that are not supported, and why."""
@@ -29,11 +29,16 @@ SE_ATTEN_V2 = (
     *("axis_neuron", "attn", "attn_layer", "attn_dotr", "attn_mask", "trainable_ln", "ln_eps", "tebd_dim"),
     *("use_econf_tebd", "use_tebd_bias", "scaling_factor", "normalize", "temperature", "concat_output_tebd"),
 )
+SE_E3_TEBD = (
+    *(*NETWORK, "sel", "rcut_smth", "exclude_types", "env_protection", "set_davg_zero", "smooth"),
+    *("tebd_dim", "tebd_input_mode", "use_econf_tebd", "use_tebd_bias", "concat_output_tebd"),
+)
 DESCRIPTOR_KEYS = {
     "se_e2_r": SE_E2_R,
     "se_e2_a": (*SE_E2_R, "axis_neuron"),
     "se_atten": (*SE_ATTEN_V2, "smooth_type_embedding", "tebd_input_mode"),
     "se_atten_v2": SE_ATTEN_V2,
+    "se_e3_tebd": SE_E3_TEBD,
 }
 
 

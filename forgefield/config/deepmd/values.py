@@ -20,7 +20,16 @@ PRECISIONS = {
 
 NETWORK = ("neuron", "activation_function", "resnet_dt", "trainable", "seed", "precision")
 FLAGS = (
-    *("resnet_dt", "type_one_side", "set_davg_zero", "attn_dotr", "attn_mask", "smooth_type_embedding", "trainable_ln"),
+    *(
+        "resnet_dt",
+        "type_one_side",
+        "set_davg_zero",
+        "attn_dotr",
+        "attn_mask",
+        "smooth_type_embedding",
+        "trainable_ln",
+        "smooth",
+    ),
     *(
         "use_econf_tebd",
         "use_tebd_bias",

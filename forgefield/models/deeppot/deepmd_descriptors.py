@@ -15,6 +15,11 @@ import numpy as np
 from forgefield.errors import ForgefieldError
 from forgefield.models.deeppot.deepmd_attention import attention_from_checkpoint, attention_from_tree, attention_tree
 from forgefield.models.deeppot.deepmd_networks import Arrays, Tree
+from forgefield.models.deeppot.deepmd_three_body import (
+    three_body_from_checkpoint,
+    three_body_from_tree,
+    three_body_tree,
+)
 from forgefield.models.deeppot.deepmd_two_body import (
     FittingInputs,
     two_body_from_checkpoint,
@@ -40,11 +45,16 @@ class DescriptorForm:
     write: Callable[[Any, list[int] | None, FittingInputs], Tree]
 
 
-def _write_attention(descriptor: Any, sel: list[int] | None, fitting: FittingInputs) -> Tree:
-    if sel is not None:
-        kind = descriptor.options.type
-        raise ForgefieldError(f"a model with {kind} keeps the sel it was trained with; leave --sel out.")
-    return attention_tree(descriptor)
+def _write_with_sel(write: Callable[[Any], Tree]) -> Callable[[Any, list[int] | None, FittingInputs], Tree]:
+    """For descriptors with one number of slots for all species, which they keep."""
+
+    def checked(descriptor: Any, sel: list[int] | None, fitting: FittingInputs) -> Tree:
+        if sel is not None:
+            kind = descriptor.options.type
+            raise ForgefieldError(f"a model with {kind} keeps the sel it was trained with; leave --sel out.")
+        return write(descriptor)
+
+    return checked
 
 
 def _read_hybrid(tree: Tree, n_species: int) -> tuple[Tree, Arrays]:
@@ -65,6 +75,8 @@ def _refuse_far_slots(where: str, options: Tree) -> None:
     DeePMD-kit they take slots."""
     shifted = bool(np.any(np.asarray(options.get("davg", 0.0))))
     has_attention = options["type"].startswith("se_atten")
+    if options["type"] == "se_e3_tebd":
+        return
     excluded = shifted and bool(options.get("exclude_types"))
     rough = has_attention and options.get("attn_layer", 0) and not options.get("smooth_type_embedding", True)
     if excluded or (has_attention and shifted) or rough:
@@ -106,13 +118,19 @@ TWO_BODY = DescriptorForm(two_body_from_tree, two_body_from_checkpoint, two_body
 ATTENTION = DescriptorForm(
     lambda tree, n_species: attention_from_tree(tree),
     lambda section, arrays, n_species: attention_from_checkpoint(section, arrays),
-    _write_attention,
+    _write_with_sel(attention_tree),
+)
+THREE_BODY = DescriptorForm(
+    lambda tree, n_species: three_body_from_tree(tree),
+    lambda section, arrays, n_species: three_body_from_checkpoint(section, arrays),
+    _write_with_sel(three_body_tree),
 )
 FORMS: dict[str, DescriptorForm] = {
     "se_e2_a": TWO_BODY,
     "se_e2_r": TWO_BODY,
     "se_atten": ATTENTION,
     "se_atten_v2": ATTENTION,
+    "se_e3_tebd": THREE_BODY,
     "hybrid": DescriptorForm(_read_hybrid, _hybrid_from_checkpoint, _write_hybrid),
 }
 """By Forgefield's names of descriptors; `options.ALIASES` has the other names of DeePMD-kit."""

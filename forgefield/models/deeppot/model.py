@@ -160,10 +160,10 @@ class DeepPot(RegisteredModel[DeepPotOptions]):
 
     @classmethod
     def equivalent(cls, name: str, one: object, other: object, section: Mapping[str, Any]) -> bool:
-        """`sel` of se_atten is a number of neighbours of any species, or a list of which only the sum matters."""
+        """`sel` of se_atten and se_e3_tebd is a number of neighbours of any species, or a list of which only the sum matters."""
         if not name.startswith("descriptor.") or not name.endswith(".sel"):
             return False
-        if section.get("type") not in ("se_atten", "se_atten_v2"):
+        if section.get("type") not in ("se_atten", "se_atten_v2", "se_e3_tebd"):
             return False
         first, second = (sum(value) if isinstance(value, list) else value for value in (one, other))
         return bool(first == second)

@@ -348,6 +348,7 @@ DESCRIPTORS = {
     "se_e2_r": "se_e2.SeE2R",
     "se_atten": "se_atten.SeAtten",
     "se_atten_v2": "se_atten.SeAttenV2",
+    "se_e3_tebd": "three_body.SeE3Tebd",
     "hybrid": "hybrid.Hybrid",
 }
 """Where the class of each descriptor is; it has `Options` and `complete`."""
