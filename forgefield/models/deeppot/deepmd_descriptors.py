@@ -14,6 +14,7 @@ import numpy as np
 
 from forgefield.errors import ForgefieldError
 from forgefield.models.deeppot.deepmd_attention import attention_from_checkpoint, attention_from_tree, attention_tree
+from forgefield.models.deeppot.deepmd_dpa2 import dpa2_from_checkpoint, dpa2_from_tree, dpa2_tree
 from forgefield.models.deeppot.deepmd_networks import Arrays, Tree
 from forgefield.models.deeppot.deepmd_three_body import (
     three_body_from_checkpoint,
@@ -77,6 +78,8 @@ def _refuse_far_slots(where: str, options: Tree) -> None:
     has_attention = options["type"].startswith("se_atten")
     if options["type"] == "se_e3_tebd":
         return
+    if options["type"] == "dpa2":
+        raise ForgefieldError(f"{where} is a dpa2 with a shorter cutoff than the hybrid, which is not supported.")
     excluded = shifted and bool(options.get("exclude_types"))
     rough = has_attention and options.get("attn_layer", 0) and not options.get("smooth_type_embedding", True)
     if excluded or (has_attention and shifted) or rough:
@@ -125,12 +128,18 @@ THREE_BODY = DescriptorForm(
     lambda section, arrays, n_species: three_body_from_checkpoint(section, arrays),
     _write_with_sel(three_body_tree),
 )
+DPA2 = DescriptorForm(
+    lambda tree, n_species: dpa2_from_tree(tree),
+    lambda section, arrays, n_species: dpa2_from_checkpoint(section, arrays),
+    _write_with_sel(dpa2_tree),
+)
 FORMS: dict[str, DescriptorForm] = {
     "se_e2_a": TWO_BODY,
     "se_e2_r": TWO_BODY,
     "se_atten": ATTENTION,
     "se_atten_v2": ATTENTION,
     "se_e3_tebd": THREE_BODY,
+    "dpa2": DPA2,
     "hybrid": DescriptorForm(_read_hybrid, _hybrid_from_checkpoint, _write_hybrid),
 }
 """By Forgefield's names of descriptors; `options.ALIASES` has the other names of DeePMD-kit."""
@@ -150,14 +159,16 @@ def descriptor_from_tree(tree: Tree, n_species: int) -> tuple[Tree, Arrays]:
 
 def cutoff_of_tree(tree: Tree) -> float:
     """Cutoff, A, of a descriptor: of a hybrid the largest of its parts."""
-    return max(map(cutoff_of_tree, tree["list"])) if tree["type"] == "hybrid" else float(tree["rcut"])
+    if tree["type"] == "hybrid":
+        return max(map(cutoff_of_tree, tree["list"]))
+    return float(tree["repinit_args"]["rcut"] if tree["type"] == "dpa2" else tree["rcut"])
 
 
 def descriptor_from_checkpoint(section: Mapping[str, Any], arrays: Arrays, n_species: int) -> Tree:
     """The tree of a descriptor from its section of an input and its arrays in a checkpoint."""
     kind = str(section.get("type", "se_e2_a"))
     form = _form(kind)
-    if kind == "hybrid":
+    if kind in ("hybrid", "dpa2"):
         return form.from_checkpoint(dict(section), arrays, n_species)
     defaults = asdict(descriptor_part({"type": kind})[1])
     if "smooth_type_embedding" in defaults:  # inputs have another default than the class that reads them

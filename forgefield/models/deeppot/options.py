@@ -349,6 +349,7 @@ DESCRIPTORS = {
     "se_atten": "se_atten.SeAtten",
     "se_atten_v2": "se_atten.SeAttenV2",
     "se_e3_tebd": "three_body.SeE3Tebd",
+    "dpa2": "dpa2.Dpa2",
     "hybrid": "hybrid.Hybrid",
 }
 """Where the class of each descriptor is; it has `Options` and `complete`."""

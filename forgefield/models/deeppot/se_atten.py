@@ -193,6 +193,8 @@ class SeAtten(Descriptor[SeAttenOptions | SeAttenV2Options]):
     mixed_types = True
     attention: list[AttentionLayer]
     included_pairs: Tensor
+    sel_option: str = "sel"
+    """The option that sets the number of slots, for messages."""
 
     def __init__(
         self,
@@ -352,7 +354,7 @@ class SeAtten(Descriptor[SeAttenOptions | SeAttenV2Options]):
     def _check_room(self, most: int) -> None:
         if self.room is not None and most > self.room:
             raise ForgefieldError(
-                f"model.descriptor.sel has room for {self.room} neighbours, but an atom has {most} within the cutoff; "
+                f"model.descriptor.{self.sel_option} has room for {self.room} neighbours, but an atom has {most} within the cutoff; "
                 f"set it to at least {most}, or leave it out."
             )
 

@@ -14,7 +14,7 @@ from forgefield.training.engines.script import ScriptEngine
 from tests.support.deepmd_models import assert_equal_predictions, gradients, loaded, predictions, unpacked
 from tests.support.engine_cases import difference, labelled, step_function
 
-NAMES = ["hybrid", "hybrid_mixed", "se_e3_tebd", "se_e3_tebd_strip"]
+NAMES = ["hybrid", "hybrid_mixed", "se_e3_tebd", "se_e3_tebd_strip", "dpa2", "dpa2_inside", "dpa2_rough"]
 
 
 @pytest.mark.parametrize("name", NAMES)
