@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from typing import Any
 
+from forgefield.config.deepmd.dpa2 import DPA2, translate_dpa2
 from forgefield.config.deepmd.section import MISSING, Section
-from forgefield.config.deepmd.values import NETWORK, kind_of, written_values
+from forgefield.config.deepmd.values import NETWORK, check_auto_sel, kind_of, written_values
 from forgefield.errors import ForgefieldError
 
 DESCRIPTORS = {"se_a": "se_e2_a", "se_r": "se_e2_r", "dpa1": "se_atten"}
@@ -20,7 +21,7 @@ OTHER_DESCRIPTORS = {
     **dict.fromkeys(("loc_frame", "se_a_mask"), _TENSORFLOW),
     **dict.fromkeys(("se_a_tpe", "se_a_tpe_v2", "se_a_ebd", "se_a_ebd_v2"), _TYPE_EMBEDDED),
     **dict.fromkeys(("se_e3", "se_at", "se_a_3be", "se_t"), _NOT_HERE),
-    **dict.fromkeys(("dpa2", "dpa3", "dpa4", "dpa4c", "se_zm", "SeZM"), _NOT_HERE),
+    **dict.fromkeys(("dpa3", "dpa4", "dpa4c", "se_zm", "SeZM"), _NOT_HERE),
 }
 """Descriptors that are not supported, and why."""
 SE_E2_R = (*NETWORK, "sel", "rcut_smth", "type_one_side", "exclude_types", "env_protection", "set_davg_zero")
@@ -39,6 +40,7 @@ DESCRIPTOR_KEYS = {
     "se_atten": (*SE_ATTEN_V2, "smooth_type_embedding", "tebd_input_mode"),
     "se_atten_v2": SE_ATTEN_V2,
     "se_e3_tebd": SE_E3_TEBD,
+    "dpa2": DPA2,
 }
 
 
@@ -67,6 +69,8 @@ def _hybrid(section: Section) -> tuple[dict[str, Any], float]:
 
 
 def _single(section: Section, kind: str) -> tuple[dict[str, Any], float]:
+    if kind == "dpa2":
+        return translate_dpa2(section)
     cutoff = section.number("rcut", 6.0, above=0)
     options = written_values(section, DESCRIPTOR_KEYS[kind])
     if kind.startswith("se_atten"):
@@ -75,7 +79,7 @@ def _single(section: Section, kind: str) -> tuple[dict[str, Any], float]:
         if stripped is not None:  # wins over the newer key, as in DeePMD-kit
             options["tebd_input_mode"] = "strip" if stripped else "concat"
     if isinstance(options.get("sel"), str):
-        _check_auto_sel(section, options.pop("sel"))
+        check_auto_sel(section, options.pop("sel"))
     section.finish()
     return {"type": kind, **options}, cutoff
 
@@ -84,16 +88,3 @@ def networks_of(descriptor: dict[str, Any]) -> list[dict[str, Any]]:
     """The sections of `model.descriptor` that have networks: the parts of a hybrid, or itself."""
     parts: list[dict[str, Any]] = descriptor["list"] if descriptor["type"] == "hybrid" else [descriptor]
     return parts
-
-
-def _check_auto_sel(section: Section, value: str) -> None:
-    """`auto` asks for room for all neighbours there are, and here no room has to be made."""
-    word, colon, factor = value.partition(":")
-    try:
-        good = word == "auto" and (not colon or float(factor) >= 1)
-    except ValueError:
-        good = False
-    if not good:
-        raise section.wrong(
-            "sel", value, "a list of numbers of neighbours, auto, or auto:FACTOR with a factor of at least 1"
-        )

@@ -42,11 +42,10 @@ REPINIT = (
     "three_body_rcut_smth",
 )  # fmt: skip
 REPFORMER = tuple(key for key in asdict(RepformerOptions()) if key not in _FROM_DATA)
-_OF_LAYER = tuple(
-    key
-    for key in REPFORMER
-    if key not in ("rcut", "rcut_smth", "nsel", "nlayers", "direct_dist", "set_davg_zero", "update_residual", "update_residual_init")
-)
+_OF_BLOCK = (
+    "rcut", "rcut_smth", "nsel", "nlayers", "direct_dist", "set_davg_zero", "update_residual", "update_residual_init",
+)  # fmt: skip
+_OF_LAYER = tuple(key for key in REPFORMER if key not in _OF_BLOCK)
 """Settings that every layer repeats."""
 _PARTS: Mapping[str, Mapping[str, str]] = {
     "attn2g_map": {"mapqk": "queries_keys"},
@@ -143,7 +142,9 @@ def dpa2_from_checkpoint(section: Tree, arrays: Mapping[str, np.ndarray]) -> Tre
         "repformers_variable": {
             "@variables": {"davg": arrays["repformers.mean"], "dstd": arrays["repformers.stddev"]},
             "g2_embd": affine_from_checkpoint(arrays, "repformers.g2_embd"),
-            "repformer_layers": [_layer_of_checkpoint(arrays, f"repformers.layers.{i}") for i in range(layers["nlayers"])],
+            "repformer_layers": [
+                _layer_of_checkpoint(arrays, f"repformers.layers.{i}") for i in range(layers["nlayers"])
+            ],
         },
     }
     if first["use_three_body"]:
@@ -184,7 +185,7 @@ def _layer_of_checkpoint(arrays: Mapping[str, np.ndarray], name: str) -> Tree:
 
 def dpa2_tree(descriptor: Dpa2) -> Tree:
     """The descriptor as DeePMD-kit's class `Descriptor`."""
-    options, first, layers = descriptor.options, descriptor.options.first, descriptor.options.layers
+    options, first, layers = descriptor.options, descriptor.options.repinit, descriptor.options.repformer
     rooms = {"repinit.nsel": first.nsel, "repformer.nsel": layers.nsel}
     if first.use_three_body:
         rooms["repinit.three_body_sel"] = first.three_body_sel
@@ -278,8 +279,15 @@ def _layer_tree(descriptor: Dpa2, layer: RepformerLayer, precision: str) -> Tree
     for part, maps in _PARTS.items():
         module = getattr(layer, part)
         if module is not None:
-            head: Tree = {"@class": _CLASSES[part], "@version": 1, **_settings(part, layer, descriptor), "precision": precision}
-            tree[part] = head | {theirs: _affine_tree(getattr(module, ours), precision) for theirs, ours in maps.items()}
+            head: Tree = {
+                "@class": _CLASSES[part],
+                "@version": 1,
+                **_settings(part, layer, descriptor),
+                "precision": precision,
+            }
+            tree[part] = head | {
+                theirs: _affine_tree(getattr(module, ours), precision) for theirs, ours in maps.items()
+            }
     if layer.attn2_lm is not None:
         tree["attn2_lm"] = _norm_tree(layer.attn2_lm, precision)
     if options.update_style == "res_residual":

@@ -96,10 +96,10 @@ class Dpa2Options(AnyDescriptorOptions):
     """Descriptor of DPA-2: features by distance and species, and layers that pass messages."""
 
     type: str = "dpa2"
-    repinit: dict[str, Any] = field(default_factory=dict)
-    """Options of the first block, see `dpa2: repinit`."""
-    repformer: dict[str, Any] = field(default_factory=dict)
-    """Options of the layers, see `dpa2: repformer`."""
+    repinit: RepinitOptions = field(default_factory=RepinitOptions)
+    """The first block."""
+    repformer: RepformerOptions = field(default_factory=RepformerOptions)
+    """The layers. `rcut` is required."""
     concat_output_tebd: bool = True
     """The numbers of the atom's species are part of its descriptor."""
     smooth: bool = True
@@ -122,32 +122,34 @@ class Dpa2Options(AnyDescriptorOptions):
     """float32 or float64; default: that of the training."""
 
     def __post_init__(self) -> None:
-        _ = self.first, self.layers
-        if self.layers.rcut is None:
-            raise ForgefieldError(f"{WHERE}.repformer.rcut is missing: the cutoff of the messages, A, below data.cutoff.")
-
-    @property
-    def first(self) -> RepinitOptions:
-        """Options of the first block."""
-        if "rcut" in self.repinit:
+        if isinstance(self.repinit, Mapping) and "rcut" in self.repinit:
             raise ForgefieldError(f"{WHERE}.repinit.rcut is not set here: it is data.cutoff.")
-        return options_of_section(RepinitOptions, self.repinit, where=f"{WHERE}.repinit")
-
-    @property
-    def layers(self) -> RepformerOptions:
-        """Options of the layers."""
-        return options_of_section(RepformerOptions, self.repformer, where=f"{WHERE}.repformer")
+        self.repinit = options_of_section(RepinitOptions, self.repinit, where=f"{WHERE}.repinit")
+        self.repformer = options_of_section(RepformerOptions, self.repformer, where=f"{WHERE}.repformer")
+        if self.repformer.rcut is None:
+            raise ForgefieldError(
+                f"{WHERE}.repformer.rcut is missing: the cutoff of the messages, A, below data.cutoff."
+            )
 
     @property
     def layers_cutoff(self) -> float:
         """A."""
-        return float(self.layers.rcut or 0.0)
+        return float(self.repformer.rcut or 0.0)
 
     @property
     def two_body(self) -> SeAttenOptions:
         """The first block as a descriptor."""
-        first = self.first
-        same = ("neuron", "axis_neuron", "tebd_dim", "tebd_input_mode", "type_one_side", "davg", "dstd", "neighbour_norm")
+        first = self.repinit
+        same = (
+            "neuron",
+            "axis_neuron",
+            "tebd_dim",
+            "tebd_input_mode",
+            "type_one_side",
+            "davg",
+            "dstd",
+            "neighbour_norm",
+        )
         return SeAttenOptions(
             **self._common(first),
             **{key: getattr(first, key) for key in same},
@@ -161,7 +163,7 @@ class Dpa2Options(AnyDescriptorOptions):
     @property
     def three_body(self) -> SeE3TebdOptions:
         """The features of pairs as a descriptor."""
-        first = self.first
+        first = self.repinit
         return SeE3TebdOptions(
             **self._common(first),
             tebd_dim=first.tebd_dim,
@@ -207,7 +209,7 @@ class Dpa2(Descriptor[Dpa2Options]):
             generator = torch.Generator().manual_seed(options.seed)
         dtype = DTYPES.get(options.precision, dtype)
         make = Make(options.trainable, dtype, generator)
-        first, self.of_layers = options.first, options.layers
+        first, self.of_layers = options.repinit, options.repformer
         self.repinit = SeAtten(
             options.two_body, species=self.species, cutoff=self.cutoff, dtype=dtype, generator=generator
         )
@@ -237,7 +239,7 @@ class Dpa2(Descriptor[Dpa2Options]):
     ) -> HybridStatistics:
         """Of the rows within each of the cutoffs: first block, layers, pairs."""
         known: dict[str, Any] = {"species": species, "pair_exclude_types": pair_exclude_types}
-        layers, rcut = options.layers, options.layers_cutoff
+        layers, rcut = options.repformer, options.layers_cutoff
         rows = RowStatistics(
             len(species),
             rcut,
@@ -248,8 +250,8 @@ class Dpa2(Descriptor[Dpa2Options]):
             pair_exclude_types=pair_exclude_types,
         )
         parts = [(SeAtten.statistics(options.two_body, cutoff=cutoff, **known), cutoff), (rows, rcut)]
-        if options.first.use_three_body:
-            of_pairs = options.first.three_body_rcut
+        if options.repinit.use_three_body:
+            of_pairs = options.repinit.three_body_rcut
             parts.append((SeE3Tebd.statistics(options.three_body, cutoff=of_pairs, **known), of_pairs))
         return HybridStatistics(parts, cutoff)
 
@@ -261,7 +263,7 @@ class Dpa2(Descriptor[Dpa2Options]):
         _check(options, species, cutoff)
         measured = (statistics.get("environment") or {}).get("parts") or [{}] * 3
         of_part = [{**statistics, "environment": part} for part in measured]
-        first = options.first
+        first = options.repinit
         two_body = SeAtten.complete(options.two_body, species=species, cutoff=cutoff, statistics=of_part[0])
         filled: dict[str, Any] = {
             "nsel": two_body.sel,
@@ -278,28 +280,34 @@ class Dpa2(Descriptor[Dpa2Options]):
                 "three_body_norm": pairs.neighbour_norm,
                 "three_body_max_neighbours": pairs.max_neighbours,
             }
-        layers = _complete_layers(options.layers, species, of_part[1]["environment"])
-        return replace(options, repinit=asdict(replace(first, **filled)), repformer=asdict(layers))
+        layers = _complete_layers(options.repformer, species, of_part[1]["environment"])
+        return replace(options, repinit=replace(first, **filled), repformer=layers)
 
     @classmethod
     def refuses_species(cls, options: Dpa2Options, n_old: int, n_all: int) -> str | None:
-        return refuses_types(options.first.tebd_dim, n_old, n_all) if not options.use_econf_tebd else None
+        return refuses_types(options.repinit.tebd_dim, n_old, n_all) if not options.use_econf_tebd else None
 
     @classmethod
     def extended(cls, options: Dpa2Options, n_old: int, measured: Mapping[str, Any]) -> Dpa2Options:
-        first, layers, parts = dict(options.repinit), dict(options.repformer), measured["parts"]
+        first, layers, parts = asdict(options.repinit), asdict(options.repformer), measured["parts"]
         _extend(first, "", n_old, parts[0])
         _extend(layers, "", n_old, parts[1])
         if len(parts) > 2:
             _extend(first, "three_body_", n_old, parts[2])
-        return replace(options, repinit=first, repformer=layers)
+        return replace(options, repinit=RepinitOptions(**first), repformer=RepformerOptions(**layers))
 
     def forward(self, batch: Batch, edges: EdgeContext, mask: Tensor | None = None) -> tuple[Tensor, Tensor | None]:
-        options, first, species = self.options, self.options.first, batch["species"]
+        options, first, species = self.options, self.options.repinit, batch["species"]
         table = self.repinit.type_embedding()
         g1, _ = self.repinit(batch, edges, mask)
         near, width = self._near(
-            species, edges, mask, options.layers_cutoff, self.of_layers.max_neighbours, "repformer.nsel", self.of_layers.nsel
+            species,
+            edges,
+            mask,
+            options.layers_cutoff,
+            self.of_layers.max_neighbours,
+            "repformer.nsel",
+            self.of_layers.nsel,
         )
         if self.pairs is not None:
             of_pairs, pair_width = self._near(
@@ -356,7 +364,7 @@ class Dpa2(Descriptor[Dpa2Options]):
 
 
 def _three_body(options: Dpa2Options, make: Make) -> ThreeBody:
-    first = options.first
+    first = options.repinit
     assert first.three_body_dstd is not None
     assert first.three_body_norm is not None
     return ThreeBody(
@@ -378,7 +386,7 @@ def _three_body(options: Dpa2Options, make: Make) -> ThreeBody:
 
 
 def _check(options: Dpa2Options, species: tuple[str, ...], cutoff: float) -> None:
-    first, layers, rcut = options.first, options.layers, options.layers_cutoff
+    first, layers, rcut = options.repinit, options.repformer, options.layers_cutoff
     check_values(options, WHERE)
     check_values(first, f"{WHERE}.repinit")
     check_values(layers, f"{WHERE}.repformer")
@@ -403,12 +411,15 @@ def _check(options: Dpa2Options, species: tuple[str, ...], cutoff: float) -> Non
     inputs = layers.update_g1_has_drrd or layers.update_g1_has_grrg or not layers.g1_out_mlp
     if not inputs and not (layers.update_g1_has_conv and not layers.g1_out_conv):
         raise ForgefieldError(
-            f"{WHERE}.repformer: the layer that updates atoms has no input; set update_g1_has_drrd or update_g1_has_grrg to true."
+            f"{WHERE}.repformer: the layer that updates atoms has no input; set update_g1_has_drrd or update_g1_has_grrg to "
+            "true."
         )
 
 
 def _axes(layers: RepformerOptions) -> list[tuple[int, str, int]]:
-    used = [("g2_dim", layers.g2_dim)] * layers.update_g1_has_grrg + [("g1_dim", layers.g1_dim)] * layers.update_g1_has_drrd
+    used = [("g2_dim", layers.g2_dim)] * layers.update_g1_has_grrg + [
+        ("g1_dim", layers.g1_dim)
+    ] * layers.update_g1_has_drrd
     return [(layers.axis_neuron, name, dim) for name, dim in used]
 
 
@@ -419,9 +430,13 @@ def _complete_layers(
     for key, value in (("davg", layers.davg), ("dstd", layers.dstd)):
         rows = environment.get(key) if value is None else value
         if rows is None:
-            raise ForgefieldError(f"{WHERE}.repformer.{key} is not set and there is no training data to compute it from.")
+            raise ForgefieldError(
+                f"{WHERE}.repformer.{key} is not set and there is no training data to compute it from."
+            )
         if [len(row) for row in rows] != [COLUMNS] * len(species):
-            raise ForgefieldError(f"{WHERE}.repformer.{key} needs {COLUMNS} numbers for each of {len(species)} species.")
+            raise ForgefieldError(
+                f"{WHERE}.repformer.{key} needs {COLUMNS} numbers for each of {len(species)} species."
+            )
         filled[key] = rows
     if layers.set_davg_zero:
         filled["davg"] = [[0.0] * COLUMNS for _ in species]

@@ -27,8 +27,8 @@ MARGIN = 1.1
 class Near:
     """Neighbours of `n_atoms` atoms in `width` slots each, of which the last is empty.
 
-    vectors: (n_atoms * width, 3) to the neighbour, A, float64. source: (n_atoms * width,) int64, the neighbour; in empty slots the
-    atom itself. taken: (n_atoms, width) bool. counts: (n_atoms,) int64, neighbours within the cutoff, excluded or not.
+    vectors: (n_atoms * width, 3) to the neighbour, A, float64. source: (n_atoms * width,) int64, the neighbour; in empty slots
+    the atom itself. taken: (n_atoms, width) bool. counts: (n_atoms,) int64, neighbours within the cutoff, excluded or not.
     """
 
     vectors: Tensor
@@ -52,7 +52,8 @@ class Near:
     @cached_property
     def lengths(self) -> Tensor:
         """(n_atoms * width,), A."""
-        return torch.linalg.vector_norm(self.vectors, dim=1)
+        lengths: Tensor = torch.linalg.vector_norm(self.vectors, dim=1)
+        return lengths
 
     def fades(self, start: float, cutoff: float) -> Tensor:
         """(n_atoms * width,) switches; zero in empty slots."""
@@ -89,8 +90,8 @@ def near_slots(
         width = int(counts.max()) if graph.n_atoms else 0
         if room is not None and width > room:
             raise ForgefieldError(
-                f"model.descriptor.{what} has room for {room} neighbours, but an atom has {width} within {cutoff:g} A; set it to "
-                f"at least {width}, or to auto."
+                f"model.descriptor.{what} has room for {room} neighbours, but an atom has {width} within {cutoff:g} A; set it "
+                f"to at least {width}, or to auto."
             )
     chosen = near if seen is None else near & seen
     slots = lay_out(chosen, graph.destination, pointers, width, vectors.dtype)

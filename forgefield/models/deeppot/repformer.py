@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, cast
+from typing import cast
 
 import torch
 from torch import Tensor, nn
@@ -153,8 +153,9 @@ class Norm(nn.Module):
 class Surroundings:
     """What all layers have in common.
 
-    near: neighbours. switch: (n_atoms, width, 1); without `smooth`, one for neighbours and zero in empty slots. norm: (n_atoms, 1, 1)
-    or a number: that of neighbours, in divisors. n_slots: of an atom, in the denominators of smooth attention.
+    near: neighbours. switch: (n_atoms, width, 1); without `smooth`, one for neighbours and zero in empty slots. norm: a number,
+    or (n_atoms, 1, 1): that of neighbours, in divisors; root_norm: its root. n_slots: of an atom, in the denominators of smooth
+    attention.
     """
 
     near: Near
@@ -178,7 +179,7 @@ class Surroundings:
     def weights(self, logits: Tensor, switches: Tensor, empty: Tensor) -> Tensor:
         """Attention (..., width) over the last axis from products of queries and keys.
 
-        switches: factors of the logits and of the result, smooth attention's. empty: added to those of another attention.
+        switches: factors of the result, and of the logits of a smooth attention. empty: added to the logits of another.
         """
         if not self.smooth:
             return softmax(logits + empty) * switches
@@ -209,8 +210,9 @@ class PairAttention(nn.Module):
         if self.gated:
             logits = logits * cosines
         switches = torch.bmm(around.switch, around.switch.transpose(1, 2)).unsqueeze(1)
-        empty = around.empty.view(n, 1, 1, width) if not around.smooth else switches
-        return around.weights(logits, switches, empty) * (cosines / 3.0**0.5)
+        weights = around.weights(logits, switches, around.empty.view(n, 1, 1, width))
+        maps: Tensor = weights * (cosines / 3.0**0.5)
+        return maps
 
 
 class AttendPairs(nn.Module):
@@ -265,8 +267,7 @@ class LocalAttention(nn.Module):
         query = self.queries(g1).view(n, self.hidden, self.heads).permute(0, 2, 1).reshape(-1, self.hidden, 1)
         logits = torch.bmm(key.reshape(-1, width, self.hidden), query).view(n, self.heads, width) / self.hidden**0.5
         switches = around.switch.transpose(1, 2)
-        empty = around.empty.unsqueeze(1) if not around.smooth else switches
-        weights = around.weights(logits, switches, empty).view(-1, 1, width)
+        weights = around.weights(logits, switches, around.empty.unsqueeze(1)).view(-1, 1, width)
         attended = torch.bmm(weights, value.reshape(-1, width, self.dim)).view(n, self.heads * self.dim)
         result: Tensor = self.head_map(attended)
         return result
@@ -300,7 +301,9 @@ class RepformerLayer(nn.Module):
         self.attn2_lm = Norm(g2, eps, make, trainable=options.trainable_ln) if self.has_attention else None
         self.attn2_ev_apply = AttendVectors(options.attn2_nhead, make) if self.has_vectors else None
         self.loc_attn = LocalAttention(options, make) if options.update_g1_has_attn else None
-        n_g1 = 1 + options.g1_out_mlp + (options.update_g1_has_conv and options.g1_out_conv) + options.update_g1_has_attn
+        n_g1 = (
+            1 + options.g1_out_mlp + (options.update_g1_has_conv and options.g1_out_conv) + options.update_g1_has_attn
+        )
         n_g2 = 0 if last else 1 + self.has_products + self.has_attention
         has_factors = options.update_style == "res_residual"
         self.g1_residual = self._factors(g1, n_g1 * has_factors, make)

@@ -354,8 +354,8 @@ class SeAtten(Descriptor[SeAttenOptions | SeAttenV2Options]):
     def _check_room(self, most: int) -> None:
         if self.room is not None and most > self.room:
             raise ForgefieldError(
-                f"model.descriptor.{self.sel_option} has room for {self.room} neighbours, but an atom has {most} within the cutoff; "
-                f"set it to at least {most}, or leave it out."
+                f"model.descriptor.{self.sel_option} has room for {self.room} neighbours, but an atom has {most} within the "
+                f"cutoff; set it to at least {most}, or leave it out."
             )
 
     def _is_fixed(self, tensor: Tensor) -> bool:

@@ -1,8 +1,8 @@
 """The descriptor `se_e3_tebd`: pairs of neighbours, embedded by the product of their rows and by both species.
 
-With r_j the directional part of the row of neighbour j, the descriptor of an atom is the sum over all pairs (j, k) of neighbours
-of e g(e, j, k), where e = r_j . r_k and g is a network that reads e and the embedded species of both. Neighbours that are not
-there contribute nothing, so no slots for them are needed; only the divisor of the sum is that of DeePMD-kit.
+With r_j the directional part of the row of neighbour j, the descriptor of an atom is the sum over all pairs (j, k) of its
+neighbours of e g(e, j, k), where e = r_j . r_k and g is a network that reads e and the embedded species of both. Neighbours
+that are not there contribute nothing, so no slots for them are needed; only the divisor of the sum is that of DeePMD-kit.
 """
 
 from __future__ import annotations
@@ -67,8 +67,8 @@ class SeE3TebdOptions(EmbeddingOptions):
 class ThreeBody(nn.Module):
     """Sum over pairs of neighbours.
 
-    deviation: (n_species, 4), 1/A, of rows, by species of the centre. norm: the sum is divided by its square. width: of the type
-    embedding. fade: whether the contribution of species vanishes at the cutoff; without effect unless they are `strip`ped.
+    deviation: (n_species, 4), 1/A, of rows, by species of the centre. norm: the sum is divided by its square. width: of the
+    type embedding. fade: whether the contribution of species vanishes at the cutoff; without effect unless they are `strip`ped.
     """
 
     deviation: Tensor
