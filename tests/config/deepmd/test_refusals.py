@@ -89,6 +89,11 @@ REFUSED: list[tuple[dict[str, Any], str, str]] = [
     ({"model.type_map": ...}, "model.type_map", "name the element of each atom type"),
     ({"model.type_embedding": {"neuron": [8]}}, "model.type_embedding", "se_atten with attn_layer 0"),
     ({"model.spin": {}}, "model.spin", "magnetic"),
+    (
+        {"model.descriptor": {"type": "dpa2", "repinit": {"rcut": 6}}},
+        "model.descriptor.repinit.rcut_smth",
+        "is missing",
+    ),
     ({"model.descriptor.type": "dpa3"}, "model.descriptor.type", "not supported"),
     ({"model.fitting_net.type": "dipole", "loss": ...}, "loss.pref", "is missing"),
     ({"model.fitting_net.type": "property", "loss": ...}, "model.fitting_net.property_name", "is missing"),
