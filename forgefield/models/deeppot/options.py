@@ -174,7 +174,7 @@ class DeepPotOptions:
     """Options of a Deep Potential."""
 
     descriptor: dict[str, Any] = field(default_factory=lambda: {"type": "se_e2_a"})
-    """The descriptor: `type` (se_e2_a, se_e2_r, se_atten) and its options by DeePMD-kit's names."""
+    """The descriptor: `type` (se_e2_a, se_e2_r, se_atten, dpa2, ...) and its options by DeePMD-kit's names."""
     fitting_net: dict[str, Any] = field(default_factory=lambda: {"type": "ener"})
     """The fitting network: `type` (ener, property, dos, dipole, polar) and its options by DeePMD-kit's names."""
     pair_exclude_types: list[list[int]] = field(default_factory=list)
