@@ -1,6 +1,6 @@
 """Training steps of Deep Potential models on DeePMD-kit's water example, beside DeePMD-kit where it is installed.
 
-    python benchmarks/deeppot.py --data water_dp/data_0 [--models se_e2_a dpa1] [--precisions float64 float32] [--frames 1 8]
+    python benchmarks/deeppot.py --data water_dp/data_0 [--models se_e2_a dpa2] [--precisions float64 float32] [--frames 1 8]
                                  [--engines eager compile graphs] [--peer-python other/bin/python] [--start input.json]
 
 192 atoms a frame, cutoff 6 A, sel 46/92, embedding 25-50-100, 1600 features, fitting 240-240-240; DPA-1 with sel 120 and two
@@ -47,23 +47,63 @@ from forgefield.training.engines.verify import require_equal
 from forgefield.training.precision import TOLERANCES
 
 SPECIES, CUTOFF = ("O", "H"), 6.0
+CUTOFFS = {"se_e3_tebd": 4.0}
+"""Other cutoffs than that, A."""
 FITTING = {"type": "ener", "neuron": [240, 240, 240], "resnet_dt": True, "seed": 1}
 EMBEDDING = {"rcut_smth": 0.5, "neuron": [25, 50, 100], "axis_neuron": 16, "seed": 1}
 MODELS: dict[str, dict[str, Any]] = {
     "se_e2_a": {"type": "se_e2_a", "sel": [46, 92], "type_one_side": True, **EMBEDDING},
     "dpa1": {"type": "se_atten", "sel": 120, "attn": 128, "attn_layer": 2, "attn_dotr": True, **EMBEDDING},
+    "dpa2": {  # DeePMD-kit's example input_torch_small.json
+        "type": "dpa2",
+        "seed": 1,
+        "repinit": {
+            "rcut_smth": 0.5,
+            "nsel": 120,
+            "axis_neuron": 12,
+            "use_three_body": True,
+            "three_body_sel": 48,
+            "three_body_rcut": 4.0,
+            "three_body_rcut_smth": 3.5,
+        },
+        "repformer": {
+            "rcut": 4.0,
+            "rcut_smth": 3.5,
+            "nsel": 48,
+            "nlayers": 3,
+            "g1_dim": 128,
+            "g2_dim": 32,
+            "axis_neuron": 4,
+            "update_g1_has_attn": False,
+            "update_g2_has_g1g1": False,
+            "update_g2_has_attn": False,
+            "update_style": "res_residual",
+            "update_residual": 0.01,
+            "update_residual_init": "norm",
+        },
+    },
+    "se_e3_tebd": {"type": "se_e3_tebd", "sel": 40, "neuron": [2, 4, 8], "rcut_smth": 0.5, "seed": 1},
 }
 
 
-def batch_of(data: Path, frames: int) -> Batch:
+def with_cutoff(model: str) -> dict[str, Any]:
+    """The descriptor as DeePMD-kit reads it."""
+    descriptor, cutoff = MODELS[model], {"rcut": CUTOFFS.get(model, CUTOFF)}
+    if model == "dpa2":
+        return {**descriptor, "repinit": {**descriptor["repinit"], **cutoff}}
+    return {**descriptor, **cutoff}
+
+
+def batch_of(data: Path, frames: int, cutoff: float = CUTOFF) -> Batch:
     found = read_frames(str(data), LabelOptions(), UnitOptions())[:frames]
-    return batch_from_frames(found, SpeciesTable(SPECIES), CUTOFF)
+    return batch_from_frames(found, SpeciesTable(SPECIES), cutoff)
 
 
 def function_of(model: str, precision: str, batch: Batch, device: torch.device) -> StepFunction:
     section = {"name": "deeppot", "descriptor": MODELS[model], "fitting_net": FITTING}
-    facts = model_statistics(section, lambda: [batch], species=SPECIES, cutoff=CUTOFF)
-    resolved = resolve_model(section, species=SPECIES, cutoff=CUTOFF, statistics=facts)
+    cutoff = CUTOFFS.get(model, CUTOFF)
+    facts = model_statistics(section, lambda: [batch], species=SPECIES, cutoff=cutoff)
+    resolved = resolve_model(section, species=SPECIES, cutoff=cutoff, statistics=facts)
     potential = build_model(resolved, precision=precision, seed=0).train().to(device)
     task = Task(TaskOptions(energy=TargetOptions(), forces=TargetOptions()), SPECIES)
     return StepFunction(potential, task, ErrorMetrics(task.names, SPECIES))
@@ -104,7 +144,7 @@ def ours(model: str, precision: str, engine_name: str, batch: Batch, device: tor
 
 def theirs(args: argparse.Namespace, model: str, precision: str, frames: int) -> float | None:
     """Milliseconds of a step of DeePMD-kit; None where it cannot be had."""
-    descriptor = {**MODELS[model], "rcut": CUTOFF, "precision": precision}
+    descriptor = {**with_cutoff(model), "precision": precision}
     settings = {
         "model": {
             "type_map": list(SPECIES),
@@ -131,7 +171,7 @@ def rows(args: argparse.Namespace, device: torch.device) -> None:
     for model in args.models:
         for precision in args.precisions:
             for frames in args.frames:
-                batch = batch_of(args.data, frames)
+                batch = batch_of(args.data, frames, CUTOFFS.get(model, CUTOFF))
                 peer = [theirs(args, model, precision, frames)] if args.peer_python else []
                 for engine in args.engines:
                     label = f"{model:8} {precision:9} {frames:6} {engine:14}"
