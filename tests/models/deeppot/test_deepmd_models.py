@@ -48,7 +48,8 @@ def test_what_was_written_is_read_back_exactly(name, tmp_path):
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("name", "form"), [("hybrid", "tangent"), ("hybrid_mixed", "double"), ("se_e3_tebd_strip", "tangent")]
+    ("name", "form"),
+    [("hybrid", "tangent"), ("hybrid_mixed", "double"), ("se_e3_tebd_strip", "tangent"), ("dpa2", "double")],
 )
 def test_one_trace_serves_every_size(name, form, tmp_path):
     potential = loaded(unpacked(tmp_path, f"{name}.dp"))
