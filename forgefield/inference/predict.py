@@ -62,7 +62,7 @@ def predict_file(
     """Predict all frames of `source` (as `data.train` names sources) and write them to `out`, whose path is returned.
 
     batch: frames evaluated together. labels, units: how to read `source`, which needs no labels; `out` is always in
-    eV and A. labels_required: whether every label that `labels` names must be found, to be kept beside the predictions.
+    eV and A. labels_required: whether every label that `labels` names must be found, to be kept next to the predictions.
     device: where to compute; default: where the model is. neighbours: library of the neighbour lists.
     overwrite: replace `out` where it exists; files of `source` are never replaced. model_devi: for an ensemble, a file for the
     deviations of its members in DeePMD-kit's format. as_labels: `out` is training data: readers take the predictions as labels,

@@ -28,6 +28,7 @@ from forgefield.models.resolved import FORCES, HEADS, NOISE, PREDICTS
 from forgefield.results import Metrics, Predictions
 from forgefield.runs.record import MEMBERS, RUN_JSON, SCALES, RunInfo
 from forgefield.settings import Config
+from forgefield.text import notebook_cell
 from forgefield.untrusted.archives import npz_arrays
 from forgefield.untrusted.documents import load_json
 from forgefield.weights import Weights, read_weights
@@ -52,6 +53,11 @@ class Run:
         self.path = Path(path)
         self.trust_code = trust_code
         """Whether code that the run names may be imported."""
+        self._printed_in: int | None = None
+
+    def results_are_printed(self) -> None:
+        """The cell of a notebook that is being executed has printed the errors: they are not displayed there again."""
+        self._printed_in = notebook_cell()
 
     def __repr__(self) -> str:
         try:
@@ -62,7 +68,9 @@ class Run:
         shown = "".join(f", {name}={value}" for name, value in facts.items() if value is not None)
         return f"Run({str(self.path)!r}{shown})"
 
-    def _repr_html_(self) -> str:
+    def _repr_html_(self) -> str | None:
+        if self._printed_in is not None and self._printed_in == notebook_cell():
+            return None
         return str(RUN_HTML.load()(self.path))
 
     @classmethod
@@ -87,7 +95,7 @@ class Run:
         for path in (Path(name_or_path), Path(out) / name_or_path):
             if (path / "run.json").is_file():
                 return cls(path, trust_code=trust_code)
-        names = sorted(p.parent.name for p in Path(out).glob("*/run.json"))
+        names = sorted(p.parent.name for p in Path(out).glob("[!.]*/run.json"))
         hint = did_you_mean(str(name_or_path), names) or (f" Runs in {out}: {', '.join(names)}." if names else "")
         raise ForgefieldError(f"There is no run '{name_or_path}', neither as a path nor in the folder {out}.{hint}")
 
@@ -128,7 +136,7 @@ class Run:
 
     @property
     def info(self) -> dict[str, Any]:
-        """The content of `run.json`: versions, species, all options of the model, statistics, status."""
+        """The content of `run.json`, that is versions, species, all options of the model, statistics and status."""
         path = self.path / "run.json"
         try:
             content = load_json(path.read_text())

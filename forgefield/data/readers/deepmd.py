@@ -268,7 +268,7 @@ def _check_shapes(arrays: Mapping[str, Any], system: System, where: str) -> None
         raise ForgefieldError(f"{where}: there is no coord here, so there are no positions")
     if system.periodic and "box" not in arrays:
         raise ForgefieldError(
-            f"{where}: there is no box here; add it, or a file named nopbc beside type.raw if this is not periodic"
+            f"{where}: there is no box here; add it, or a file named nopbc next to type.raw if this is not periodic"
         )
     n_frames = arrays["coord"].shape[0] if arrays["coord"].ndim else 0
     widths = {

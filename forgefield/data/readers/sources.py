@@ -13,7 +13,7 @@ import glob
 import logging
 import math
 import os
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -311,6 +311,28 @@ def frames_with_values(
                 yield (
                     (_weighted(reader.stored(raw), file), None) if isinstance(raw, Frame) else (reader.frame(raw), raw)
                 )
+    if n_frames == 0:
+        raise ForgefieldError(f"{file.name}: there are no frames in this file")
+
+
+def transformed_frames(
+    file: SourceFile, reader: LabelReader, units: UnitOptions, transform: Callable[[RawFrame], RawFrame | None]
+) -> Iterator[Frame]:
+    """The frames of one source, each changed by `transform` before its labels are selected; without those of which it makes
+    None."""
+    n_frames = 0
+    reader, units = _of_file(file, reader, units)
+    with _reading(file):
+        for item in reader_of(file.path).read(file, _read_options(reader, units)):
+            if isinstance(item, Frame):
+                raise ForgefieldError(
+                    f"{file.name}: data.transforms cannot change the frames of a store; name the files that it was made from"
+                )
+            for raw in item.frames() if isinstance(item, RawBlock) else [item]:
+                n_frames += 1
+                changed = transform(raw)
+                if changed is not None:
+                    yield _weighted(reader.frame(changed), file)
     if n_frames == 0:
         raise ForgefieldError(f"{file.name}: there are no frames in this file")
 

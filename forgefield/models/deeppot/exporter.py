@@ -48,7 +48,9 @@ def write_deepmd(potential: Potential, path: str | os.PathLike[str], *, sel: Seq
         raise ForgefieldError(f"{path}: files that DeePMD-kit reads end in {', '.join(writers)}.")
     model = potential.model
     if not isinstance(model, DeepPot):
-        raise ForgefieldError(f"a {type(model).__name__} cannot be exported to DeePMD-kit, only a deeppot model.")
+        raise ForgefieldError(
+            f"a {type(model).__name__} cannot be exported to DeePMD-kit, only a model with model.name=deeppot."
+        )
     if potential.forces_are_direct:
         raise ForgefieldError(
             "forces of this model are not the derivative of its energy, which DeePMD-kit does not support."

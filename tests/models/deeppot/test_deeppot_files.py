@@ -86,7 +86,7 @@ def test_room_is_made_for_the_neighbours_of_the_training_data(tmp_path):
 
 
 REFUSED = {
-    "another model": (lambda: make_potential(), None, "only a deeppot model"),
+    "another model": (lambda: make_potential(), None, "only a model with model.name=deeppot"),
     "another suffix": (lambda: make("radial"), "model.pb", "end in .yaml"),
     "another sel": (lambda: make("radial"), None, "trained with sel"),
     "zbl": (lambda: make_deeppot(model={"zbl": True}, **ROOM), None, "zbl"),
