@@ -1,6 +1,6 @@
 """Training steps of Deep Potential models on DeePMD-kit's water example, beside DeePMD-kit where it is installed.
 
-    python benchmarks/deeppot.py --data water_dp/data_0 [--models se_e2_a dpa1 dpa3] [--precisions float64 float32]
+    python benchmarks/deeppot.py --data water_dp/data_0 [--models se_e2_a dpa1 dpa2 dpa3] [--precisions float64 float32]
                                  [--frames 1 8] [--engines eager compile graphs] [--peer-python other/bin/python]
                                  [--start input.json]
 
@@ -49,11 +49,42 @@ from forgefield.training.engines.verify import require_equal
 from forgefield.training.precision import TOLERANCES
 
 SPECIES, CUTOFF = ("O", "H"), 6.0
+CUTOFFS = {"se_e3_tebd": 4.0}
+"""Other cutoffs than that, A."""
 FITTING = {"type": "ener", "neuron": [240, 240, 240], "resnet_dt": True, "seed": 1}
 EMBEDDING = {"rcut_smth": 0.5, "neuron": [25, 50, 100], "axis_neuron": 16, "seed": 1}
 MODELS: dict[str, dict[str, Any]] = {
     "se_e2_a": {"type": "se_e2_a", "sel": [46, 92], "type_one_side": True, **EMBEDDING},
     "dpa1": {"type": "se_atten", "sel": 120, "attn": 128, "attn_layer": 2, "attn_dotr": True, **EMBEDDING},
+    "dpa2": {  # DeePMD-kit's example input_torch_small.json
+        "type": "dpa2",
+        "seed": 1,
+        "repinit": {
+            "rcut_smth": 0.5,
+            "nsel": 120,
+            "axis_neuron": 12,
+            "use_three_body": True,
+            "three_body_sel": 48,
+            "three_body_rcut": 4.0,
+            "three_body_rcut_smth": 3.5,
+        },
+        "repformer": {
+            "rcut": 4.0,
+            "rcut_smth": 3.5,
+            "nsel": 48,
+            "nlayers": 3,
+            "g1_dim": 128,
+            "g2_dim": 32,
+            "axis_neuron": 4,
+            "update_g1_has_attn": False,
+            "update_g2_has_g1g1": False,
+            "update_g2_has_attn": False,
+            "update_style": "res_residual",
+            "update_residual": 0.01,
+            "update_residual_init": "norm",
+        },
+    },
+    "se_e3_tebd": {"type": "se_e3_tebd", "sel": 40, "neuron": [2, 4, 8], "rcut_smth": 0.5, "seed": 1},
 }
 DPA3: dict[str, Any] = {
     "type": "dpa3",
@@ -83,22 +114,26 @@ OUTSIDE = ("type", "activation_function", "seed")
 def deepmd_descriptor(model: str, precision: str) -> dict[str, Any]:
     """The descriptor in an input of DeePMD-kit."""
     options = MODELS[model]
+    cutoff = {"rcut": CUTOFFS.get(model, CUTOFF)}
+    if options["type"] == "dpa2":
+        return {**options, "repinit": {**options["repinit"], **cutoff}, "precision": precision}
     if options["type"] != "dpa3":
-        return {**options, "rcut": CUTOFF, "precision": precision}
+        return {**options, **cutoff, "precision": precision}
     outside = {key: options[key] for key in OUTSIDE}
     inside = {key: value for key, value in options.items() if key not in OUTSIDE}
     return {**outside, "precision": precision, "repflow": {**inside, "e_rcut": CUTOFF}}
 
 
-def batch_of(data: Path, frames: int) -> Batch:
+def batch_of(data: Path, frames: int, cutoff: float = CUTOFF) -> Batch:
     found = read_frames(str(data), LabelOptions(), UnitOptions())[:frames]
-    return batch_from_frames(found, SpeciesTable(SPECIES), CUTOFF)
+    return batch_from_frames(found, SpeciesTable(SPECIES), cutoff)
 
 
 def function_of(model: str, precision: str, batch: Batch, device: torch.device) -> StepFunction:
     section = {"name": "deeppot", "descriptor": MODELS[model], "fitting_net": FITTING}
-    facts = model_statistics(section, lambda: [batch], species=SPECIES, cutoff=CUTOFF)
-    resolved = resolve_model(section, species=SPECIES, cutoff=CUTOFF, statistics=facts)
+    cutoff = CUTOFFS.get(model, CUTOFF)
+    facts = model_statistics(section, lambda: [batch], species=SPECIES, cutoff=cutoff)
+    resolved = resolve_model(section, species=SPECIES, cutoff=cutoff, statistics=facts)
     potential = build_model(resolved, precision=precision, seed=0).train().to(device)
     task = Task(TaskOptions(energy=TargetOptions(), forces=TargetOptions()), SPECIES)
     return StepFunction(potential, task, ErrorMetrics(task.names, SPECIES))
@@ -165,7 +200,7 @@ def rows(args: argparse.Namespace, device: torch.device) -> None:
     for model in args.models:
         for precision in args.precisions:
             for frames in args.frames:
-                batch = batch_of(args.data, frames)
+                batch = batch_of(args.data, frames, CUTOFFS.get(model, CUTOFF))
                 peer = [theirs(args, model, precision, frames)] if args.peer_python else []
                 for engine in args.engines:
                     label = f"{model:10} {precision:9} {frames:6} {engine:14}"

@@ -16,6 +16,18 @@ def main(what: str, path: str) -> None:
     {"make": make, "evaluate": evaluate, "statistics": statistics, "bias": bias}[what](job)
 
 
+def _set_statistics(block: torch.nn.Module, rng: np.random.Generator, *, zero_mean: bool) -> None:
+    n, _, columns = block.mean.shape
+    mean = np.zeros((n, 1, columns))
+    if not zero_mean:
+        mean[:, :, 0] = rng.uniform(0.02, 0.2, (n, 1))
+    deviation = np.empty((n, 1, columns))
+    deviation[:, :, :1] = rng.uniform(0.1, 0.2, (n, 1, 1))
+    deviation[:, :, 1:] = rng.uniform(0.05, 0.1, (n, 1, 1))
+    block.mean[:] = torch.tensor(mean)
+    block.stddev[:] = torch.tensor(deviation)
+
+
 def make(job: dict) -> None:
     """Models with random weights and statistics: written as `model`, their predictions for `frames` as `results`."""
     from deepmd.dpmodel.utils.serialization import save_dp_model
@@ -26,17 +38,11 @@ def make(job: dict) -> None:
         model = get_model(case["params"])
         atomic = getattr(model.atomic_model, "models", [model.atomic_model])[0]
         descriptor = atomic.descriptor
-        block = getattr(descriptor, "sea", getattr(descriptor, "se_atten", descriptor))
         rng = np.random.default_rng(case["seed"])
-        n, _, columns = block.mean.shape
-        mean = np.zeros((n, 1, columns))
-        if not case["params"]["descriptor"].get("set_davg_zero"):
-            mean[:, :, 0] = rng.uniform(0.02, 0.2, (n, 1))
-        deviation = np.empty((n, 1, columns))
-        deviation[:, :, :1] = rng.uniform(0.1, 0.2, (n, 1, 1))
-        deviation[:, :, 1:] = rng.uniform(0.05, 0.1, (n, 1, 1))
-        block.mean[:] = torch.tensor(mean)
-        block.stddev[:] = torch.tensor(deviation)
+        for block in descriptor.modules():
+            if "mean" in dict(block.named_buffers(recurse=False)):
+                _set_statistics(block, rng, zero_mean=bool(case["params"]["descriptor"].get("set_davg_zero")))
+        n = len(model.get_type_map())
         model.atomic_model.out_bias[:] = torch.tensor(rng.normal(size=(1, n, 1))) * case.get("bias", 1.0)
         for name in ("fparam", "aparam"):
             if case["params"]["fitting_net"].get(f"numb_{name}"):

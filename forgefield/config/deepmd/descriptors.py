@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from typing import Any
 
+from forgefield.config.deepmd.dpa2 import DPA2, translate_dpa2
 from forgefield.config.deepmd.repflow import OUTER, translate_repflow
 from forgefield.config.deepmd.section import MISSING, Section
-from forgefield.config.deepmd.values import NETWORK, kind_of, written_values
+from forgefield.config.deepmd.values import NETWORK, check_auto_sel, kind_of, written_values
 from forgefield.errors import ForgefieldError
 
 STRIPPED = "se_a_ebd_v2"
@@ -30,8 +31,7 @@ _NOT_HERE = "a descriptor that is not supported"
 OTHER_DESCRIPTORS = {
     **dict.fromkeys(("loc_frame", "se_a_mask"), _TENSORFLOW),
     **dict.fromkeys(("se_a_tpe", "se_a_ebd"), _TYPE_EMBEDDED),
-    **dict.fromkeys(("se_e3_tebd",), _NOT_HERE),
-    **dict.fromkeys(("dpa2", "dpa4", "dpa4c", "se_zm", "SeZM"), _NOT_HERE),
+    **dict.fromkeys(("dpa4", "dpa4c", "se_zm", "SeZM"), _NOT_HERE),
 }
 """Descriptors that are not supported, and why."""
 SE_E3 = (*NETWORK, "sel", "rcut_smth", "exclude_types", "env_protection", "set_davg_zero")
@@ -41,6 +41,10 @@ SE_ATTEN_V2 = (
     *("axis_neuron", "attn", "attn_layer", "attn_dotr", "attn_mask", "trainable_ln", "ln_eps", "tebd_dim"),
     *("use_econf_tebd", "use_tebd_bias", "scaling_factor", "normalize", "temperature", "concat_output_tebd"),
 )
+SE_E3_TEBD = (
+    *(*NETWORK, "sel", "rcut_smth", "exclude_types", "env_protection", "set_davg_zero", "smooth"),
+    *("tebd_dim", "tebd_input_mode", "use_econf_tebd", "use_tebd_bias", "concat_output_tebd"),
+)
 DESCRIPTOR_KEYS = {
     "se_e2_r": SE_E2_R,
     "se_e2_a": (*SE_E2_R, "axis_neuron"),
@@ -48,6 +52,8 @@ DESCRIPTOR_KEYS = {
     "se_e3": SE_E3,
     "se_atten": (*SE_ATTEN_V2, "smooth_type_embedding", "tebd_input_mode"),
     "se_atten_v2": SE_ATTEN_V2,
+    "se_e3_tebd": SE_E3_TEBD,
+    "dpa2": DPA2,
     "dpa3": OUTER,
 }
 
@@ -77,6 +83,8 @@ def _hybrid(section: Section) -> tuple[dict[str, Any], float]:
 
 
 def _single(section: Section, kind: str) -> tuple[dict[str, Any], float]:
+    if kind == "dpa2":
+        return translate_dpa2(section)
     if kind == "dpa3":
         return translate_repflow(section)
     cutoff = section.number("rcut", 6.0, above=0)
@@ -87,7 +95,7 @@ def _single(section: Section, kind: str) -> tuple[dict[str, Any], float]:
         if stripped is not None:  # wins over the newer key, as in DeePMD-kit
             options["tebd_input_mode"] = "strip" if stripped else "concat"
     if isinstance(options.get("sel"), str):
-        _check_auto_sel(section, options.pop("sel"))
+        check_auto_sel(section, options.pop("sel"))
     section.finish()
     return {"type": kind, **options}, cutoff
 
@@ -96,16 +104,3 @@ def networks_of(descriptor: dict[str, Any]) -> list[dict[str, Any]]:
     """The sections of `model.descriptor` that have networks: the parts of a hybrid, or itself."""
     parts: list[dict[str, Any]] = descriptor["list"] if descriptor["type"] == "hybrid" else [descriptor]
     return parts
-
-
-def _check_auto_sel(section: Section, value: str) -> None:
-    """`auto` asks for room for all neighbours there are, and here no room has to be made."""
-    word, colon, factor = value.partition(":")
-    try:
-        good = word == "auto" and (not colon or float(factor) >= 1)
-    except ValueError:
-        good = False
-    if not good:
-        raise section.wrong(
-            "sel", value, "a list of numbers of neighbours, auto, or auto:FACTOR with a factor of at least 1"
-        )

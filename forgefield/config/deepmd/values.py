@@ -20,7 +20,16 @@ PRECISIONS = {
 
 NETWORK = ("neuron", "activation_function", "resnet_dt", "trainable", "seed", "precision")
 FLAGS = (
-    *("resnet_dt", "type_one_side", "set_davg_zero", "attn_dotr", "attn_mask", "smooth_type_embedding", "trainable_ln"),
+    *(
+        "resnet_dt",
+        "type_one_side",
+        "set_davg_zero",
+        "attn_dotr",
+        "attn_mask",
+        "smooth_type_embedding",
+        "trainable_ln",
+        "smooth",
+    ),
     *(
         "use_econf_tebd",
         "use_tebd_bias",
@@ -31,24 +40,42 @@ FLAGS = (
         "fit_diag",
     ),
     "shift_diag",
+    *("use_three_body", "direct_dist", "update_g1_has_conv", "update_g1_has_drrd", "update_g1_has_grrg", "update_h2"),
+    *(
+        "update_g1_has_attn",
+        "update_g2_has_g1g1",
+        "update_g2_has_attn",
+        "attn2_has_gate",
+        "use_sqrt_nnei",
+        "g1_out_conv",
+    ),
+    *("g1_out_mlp", "add_tebd_to_repinit_out"),
 )
 COUNTS = (
-    "seed",
-    "axis_neuron",
-    "attn",
-    "attn_layer",
-    "tebd_dim",
-    "numb_fparam",
-    "numb_aparam",
-    "dim_case_embd",
-    "task_dim",
-    "numb_dos",
+    *(
+        "seed",
+        "axis_neuron",
+        "attn",
+        "attn_layer",
+        "tebd_dim",
+        "numb_fparam",
+        "numb_aparam",
+        "dim_case_embd",
+        "task_dim",
+        "numb_dos",
+    ),
+    *("nlayers", "g1_dim", "g2_dim", "attn1_hidden", "attn1_nhead", "attn2_hidden", "attn2_nhead"),
 )
-NUMBERS = ("rcut_smth", "env_protection", "scaling_factor", "temperature", "ln_eps", "rcond")
+NUMBERS = (
+    *("rcut_smth", "env_protection", "scaling_factor", "temperature", "ln_eps", "rcond"),
+    *("three_body_rcut", "three_body_rcut_smth", "update_residual"),
+)
+NEURONS = ("neuron", "three_body_neuron")
 ALIASES = {
     "axis_neuron": ("n_axis_neuron",),
     "neuron": ("n_neuron",),
     "smooth_type_embedding": ("smooth_type_embdding",),
+    "add_tebd_to_repinit_out": ("repformer_add_type_ebd_to_seq",),
     "sel_type": ("pol_type", "dipole_type"),
 }
 
@@ -94,8 +121,21 @@ def _value(section: Section, name: str) -> Any:
     if name in NUMBERS:
         return section.number(name, at_least=0, also=also)
     value = section.take(name, also=also)
-    if name == "neuron" and value is not None:
+    if name in NEURONS and value is not None:
         if not isinstance(value, list) or not all(is_number(width) and width == int(width) > 0 for width in value):
             raise section.wrong(name, value, "a list of positive whole numbers")
         return [int(width) for width in value]
     return value
+
+
+def check_auto_sel(section: Section, value: str, key: str = "sel") -> None:
+    """`auto` asks for room for all neighbours there are, and here no room has to be made."""
+    word, colon, factor = value.partition(":")
+    try:
+        good = word == "auto" and (not colon or float(factor) >= 1)
+    except ValueError:
+        good = False
+    if not good:
+        raise section.wrong(
+            key, value, "a list of numbers of neighbours, auto, or auto:FACTOR with a factor of at least 1"
+        )

@@ -215,7 +215,7 @@ class AttentionLayer(nn.Module):
     def _normalise(self, features: Tensor, attended: Tensor) -> Tensor:
         """Normalised sum of features and the result of attention, (n, dim)."""
         rows = features + _affine(self.project_out, attended)
-        return _layer_norm(rows, self.norm_scale, self.norm_shift, self.norm_eps)
+        return layer_norm(rows, self.norm_scale, self.norm_shift, self.norm_eps)
 
     def _attend(self, features: Tensor, around: Neighbourhood) -> Tensor:
         """(n_atoms, width, hidden)."""
@@ -223,7 +223,7 @@ class AttentionLayer(nn.Module):
         factors = self._factors(around.switch, rows)
         rows = _turn_into_units(rows, factors) if self.normalise else rows * factors.unsqueeze(2)
         query, key, value = cut(around.slots.spread(rows.flatten(1)), [self.hidden] * 3, 2)
-        weights = _softmax(torch.bmm(query, key.transpose(1, 2)) + around.start)
+        weights = softmax(torch.bmm(query, key.transpose(1, 2)) + around.start)
         attended = torch.bmm(weights if around.gate is None else weights * around.gate, value)
         if not around.missing:
             return attended
@@ -243,7 +243,7 @@ def _affine(layer: Layer, rows: Tensor) -> Tensor:
     return add_product(layer.b.squeeze(0), rows, layer.w.squeeze(0))
 
 
-def _softmax(logits: Tensor) -> Tensor:
+def softmax(logits: Tensor) -> Tensor:
     """Over the last axis, with an explicit tangent: that of PyTorch cannot be differentiated in reverse mode."""
     logits, tangent = forward_ad.unpack_dual(logits)
     weights = torch.softmax(logits, -1)
@@ -254,7 +254,7 @@ def _softmax(logits: Tensor) -> Tensor:
     return result
 
 
-def _layer_norm(rows: Tensor, scale: Tensor, shift: Tensor, eps: float) -> Tensor:
+def layer_norm(rows: Tensor, scale: Tensor, shift: Tensor, eps: float) -> Tensor:
     """Rows (n, c) with mean zero and variance one, scaled and shifted. Its tangent is explicit for the same reason."""
     rows, tangent = forward_ad.unpack_dual(rows)
     result = nn.functional.layer_norm(rows, (rows.shape[1],), scale, shift, eps)

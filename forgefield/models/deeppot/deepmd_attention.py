@@ -28,6 +28,7 @@ from forgefield.models.deeppot.deepmd_networks import (
 from forgefield.models.deeppot.deepmd_two_body import tree_of_rows
 from forgefield.models.deeppot.repflow import Dpa3
 from forgefield.models.deeppot.se_atten import SeAtten
+from forgefield.models.deeppot.three_body import SeE3Tebd
 
 TYPES = {"dpa1": "se_atten", "se_atten": "se_atten", "se_atten_v2": "se_atten_v2"}
 """Forgefield's type by DeePMD-kit's."""
@@ -155,8 +156,8 @@ def attention_tree(descriptor: SeAtten) -> Tree:
         },
         "type_embedding": type_embedding_tree(descriptor, precision),
         "@variables": {
-            "davg": _in_all_slots(options.davg, descriptor.room, precision),
-            "dstd": _in_all_slots(options.dstd, descriptor.room, precision),
+            "davg": in_all_slots(options.davg, descriptor.room, precision),
+            "dstd": in_all_slots(options.dstd, descriptor.room, precision),
         },
     }
     if not is_v2:
@@ -166,11 +167,12 @@ def attention_tree(descriptor: SeAtten) -> Tree:
     return tree
 
 
-def _in_all_slots(rows: list[list[float]] | None, slots: int, precision: str) -> np.ndarray:
+def in_all_slots(rows: list[list[float]] | None, slots: int, precision: str) -> np.ndarray:
+    """(n_species, slots, columns) of rows (n_species, columns)."""
     return np.repeat(np.asarray(rows, dtype=precision)[:, None], slots, 1)
 
 
-def type_embedding_tree(descriptor: SeAtten | Dpa3, precision: str) -> Tree:
+def type_embedding_tree(descriptor: SeAtten | SeE3Tebd | Dpa3, precision: str) -> Tree:
     options, embedding = descriptor.options, descriptor.type_embedding
     width = embedding.w.shape[1]
     arrays = {"w": numpy_of(embedding.w), "b": None if embedding.b is None else numpy_of(embedding.b), "idt": None}

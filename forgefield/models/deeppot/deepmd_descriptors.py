@@ -14,8 +14,10 @@ import numpy as np
 
 from forgefield.errors import ForgefieldError
 from forgefield.models.deeppot.deepmd_attention import attention_from_checkpoint, attention_from_tree, attention_tree
+from forgefield.models.deeppot.deepmd_dpa2 import dpa2_from_checkpoint, dpa2_from_tree, dpa2_tree
 from forgefield.models.deeppot.deepmd_networks import Arrays, Tree
 from forgefield.models.deeppot.deepmd_repflow import repflow_from_checkpoint, repflow_from_tree, repflow_tree
+from forgefield.models.deeppot.deepmd_se_e3 import se_e3_from_checkpoint, se_e3_from_tree, se_e3_tree
 from forgefield.models.deeppot.deepmd_three_body import (
     three_body_from_checkpoint,
     three_body_from_tree,
@@ -46,11 +48,16 @@ class DescriptorForm:
     write: Callable[[Any, list[int] | None, FittingInputs], Tree]
 
 
-def _write_attention(descriptor: Any, sel: list[int] | None, fitting: FittingInputs) -> Tree:
-    if sel is not None:
-        kind = descriptor.options.type
-        raise ForgefieldError(f"a model with {kind} keeps the sel it was trained with; leave --sel out.")
-    return attention_tree(descriptor)
+def _write_with_sel(write: Callable[[Any], Tree]) -> Callable[[Any, list[int] | None, FittingInputs], Tree]:
+    """For descriptors with one number of slots for all species, which they keep."""
+
+    def checked(descriptor: Any, sel: list[int] | None, fitting: FittingInputs) -> Tree:
+        if sel is not None:
+            kind = descriptor.options.type
+            raise ForgefieldError(f"a model with {kind} keeps the sel it was trained with; leave --sel out.")
+        return write(descriptor)
+
+    return checked
 
 
 def _write_repflow(descriptor: Any, sel: list[int] | None, fitting: FittingInputs) -> Tree:
@@ -77,6 +84,10 @@ def _refuse_far_slots(where: str, options: Tree) -> None:
     DeePMD-kit they take slots."""
     shifted = bool(np.any(np.asarray(options.get("davg", 0.0))))
     has_attention = options["type"].startswith("se_atten")
+    if options["type"] == "se_e3_tebd":
+        return
+    if options["type"] == "dpa2":
+        raise ForgefieldError(f"{where} is a dpa2 with a shorter cutoff than the hybrid, which is not supported.")
     excluded = shifted and bool(options.get("exclude_types"))
     rough = has_attention and options.get("attn_layer", 0) and not options.get("smooth_type_embedding", True)
     if excluded or (has_attention and shifted) or rough:
@@ -118,14 +129,26 @@ TWO_BODY = DescriptorForm(two_body_from_tree, two_body_from_checkpoint, two_body
 ATTENTION = DescriptorForm(
     lambda tree, n_species: attention_from_tree(tree),
     lambda section, arrays, n_species: attention_from_checkpoint(section, arrays),
-    _write_attention,
+    _write_with_sel(attention_tree),
+)
+THREE_BODY = DescriptorForm(
+    lambda tree, n_species: three_body_from_tree(tree),
+    lambda section, arrays, n_species: three_body_from_checkpoint(section, arrays),
+    _write_with_sel(three_body_tree),
+)
+DPA2 = DescriptorForm(
+    lambda tree, n_species: dpa2_from_tree(tree),
+    lambda section, arrays, n_species: dpa2_from_checkpoint(section, arrays),
+    _write_with_sel(dpa2_tree),
 )
 FORMS: dict[str, DescriptorForm] = {
     "se_e2_a": TWO_BODY,
     "se_e2_r": TWO_BODY,
-    "se_e3": DescriptorForm(three_body_from_tree, three_body_from_checkpoint, three_body_tree),
+    "se_e3": DescriptorForm(se_e3_from_tree, se_e3_from_checkpoint, se_e3_tree),
     "se_atten": ATTENTION,
     "se_atten_v2": ATTENTION,
+    "se_e3_tebd": THREE_BODY,
+    "dpa2": DPA2,
     "dpa3": DescriptorForm(
         lambda tree, n_species: repflow_from_tree(tree),
         lambda section, arrays, n_species: repflow_from_checkpoint(section, arrays),
@@ -152,14 +175,16 @@ def cutoff_of_tree(tree: Tree) -> float:
     """Cutoff, A, of a descriptor: of a hybrid the largest of its parts."""
     if tree["type"] == "hybrid":
         return max(map(cutoff_of_tree, tree["list"]))
-    return float(tree["repflow_args"]["e_rcut"] if tree["type"] == "dpa3" else tree["rcut"])
+    sections = {"dpa2": "repinit_args", "dpa3": "repflow_args"}
+    section = tree[sections[tree["type"]]] if tree["type"] in sections else tree
+    return float(section["e_rcut" if tree["type"] == "dpa3" else "rcut"])
 
 
 def descriptor_from_checkpoint(section: Mapping[str, Any], arrays: Arrays, n_species: int) -> Tree:
     """The tree of a descriptor from its section of an input and its arrays in a checkpoint."""
     kind = str(section.get("type", "se_e2_a"))
     form = _form(kind)
-    if kind == "hybrid":
+    if kind in ("hybrid", "dpa2"):
         return form.from_checkpoint(dict(section), arrays, n_species)
     defaults = asdict(descriptor_part({"type": kind})[1])
     if "smooth_type_embedding" in defaults:  # inputs have another default than the class that reads them

@@ -1,69 +1,107 @@
-"""DeePMD-kit's backend-free form of the descriptor of angles, `se_e3`, reading and writing.
-
-DeePMD-kit numbers a network for every ordered pair of species and uses those whose first species is not after the second.
-"""
+"""DeePMD-kit's backend-free form of the descriptor se_e3_tebd, reading and writing."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import asdict
+from typing import Any
 
 import numpy as np
 
 from forgefield.errors import ForgefieldError
+from forgefield.models.deeppot.deepmd_attention import (
+    in_all_slots,
+    type_embedding_state,
+    type_embedding_tree,
+    type_tree_of_checkpoint,
+)
 from forgefield.models.deeppot.deepmd_networks import (
     Arrays,
     Tree,
     collection_tree,
+    one_per_centre,
     precision_of,
     refuse,
     stacked_state,
-    weights_of,
 )
-from forgefield.models.deeppot.deepmd_two_body import FittingInputs, embedding_options, rows_tree, tree_of_rows
-from forgefield.models.deeppot.se_e3 import SeE3
+from forgefield.models.deeppot.deepmd_two_body import tree_of_rows
+from forgefield.models.deeppot.three_body import SeE3Tebd, ThreeBody
 
-SAME = ("rcut_smth", "neuron", "resnet_dt", "activation_function", "set_davg_zero")
+_SAME = (
+    "rcut_smth", "neuron", "tebd_dim", "tebd_input_mode", "resnet_dt", "set_davg_zero", "activation_function",
+    "env_protection", "precision", "trainable", "concat_output_tebd", "use_econf_tebd", "smooth",
+)  # fmt: skip
 """Settings with the same name and meaning in both forms."""
 
 
-def three_body_from_tree(section: Tree, n_species: int) -> tuple[Tree, Arrays]:
-    """Options and state of se_e3."""
+def three_body_from_tree(section: Mapping[str, Any]) -> tuple[Tree, Arrays]:
+    """Options and state of a descriptor of type se_e3_tebd."""
     refuse("descriptor", section, {"compress": ()})
-    options = {key: section[key] for key in SAME} | embedding_options(section)
-    if any(value != 0 for row in options["davg"] for value in row[1:]):
-        raise ForgefieldError("descriptor.davg is not 0 for directions, which has no counterpart here.")
-    options["davg"] = [[0.0] * 4] * n_species  # that of the first number of a row has no effect
-    networks = section["embeddings"]["networks"]
-    used = [networks[b * n_species + a] for a, b in _pairs(n_species)]
-    return {"type": "se_e3", **options}, stacked_state("networks", used)
+    variables, sel = section["@variables"], section["sel"]
+    embedding = type_embedding_state(section["type_embedding"])
+    options = {key: section[key] for key in _SAME}
+    options |= {
+        "type": "se_e3_tebd",
+        "sel": [int(number) for number in (sel if isinstance(sel, (list, tuple)) else [sel])],
+        "use_tebd_bias": "type_embedding.b" in embedding,
+        "exclude_types": [list(pair) for pair in section["exclude_types"]],
+        "davg": one_per_centre("davg", variables["davg"]),
+        "dstd": one_per_centre("dstd", variables["dstd"]),
+    }
+    options["set_davg_zero"] = bool(section["set_davg_zero"]) and not np.any(variables["davg"])
+    return options, pairs_state("pairs", section) | embedding
 
 
-def three_body_from_checkpoint(section: Tree, arrays: Mapping[str, np.ndarray], n_species: int) -> Tree:
+def pairs_state(name: str, section: Mapping[str, Any]) -> Arrays:
+    """State of `ThreeBody` under `name`."""
+    state = stacked_state(f"{name}.embedding", section["embeddings"]["networks"])
+    if "embeddings_strip" in section:
+        state |= stacked_state(f"{name}.type_network", section["embeddings_strip"]["networks"])
+    return state
+
+
+def three_body_from_checkpoint(section: Tree, arrays: Mapping[str, np.ndarray]) -> Tree:
     """The tree from settings of an input and arrays of a checkpoint."""
-    return tree_of_rows(section, arrays, "seat.") | {"sel": np.asarray(section["sel"]).tolist()}
+    return tree_of_rows(section, arrays, "se_ttebd.") | type_tree_of_checkpoint(section, arrays, "se_ttebd.")
 
 
-def three_body_tree(descriptor: SeE3, sel: list[int] | None, fitting: FittingInputs) -> Tree:
-    """The descriptor as DeePMD-kit's class `Descriptor`. sel: requested slots, which are those of the model."""
-    options, n = descriptor.options, len(descriptor.species)
-    if sel is not None and sel != descriptor.slots:
+def three_body_tree(descriptor: SeE3Tebd) -> Tree:
+    """The descriptor as DeePMD-kit's class `Descriptor`."""
+    options, precision = descriptor.options, precision_of(descriptor.pairs.embedding)
+    if descriptor.room is None:
         raise ForgefieldError(
-            f"an se_e3 model divides by its numbers of slots, {descriptor.slots}, which cannot be changed; leave --sel out."
+            "the model was trained without model.descriptor.sel, by which DeePMD-kit divides; train with sel to export."
         )
-    if isinstance(options.sel, list) and [max(1, number) for number in options.sel] != descriptor.slots:
-        raise ForgefieldError("model.descriptor.slots is not sel, which DeePMD-kit divides by.")
-    weights, numbers = weights_of(descriptor.networks), {pair: i for i, pair in enumerate(_pairs(n))}
-    ordered = [weights[numbers[min(a, b), max(a, b)]] for b in range(n) for a in range(n)]
+    settings = asdict(options)
     return {
-        **rows_tree(descriptor, descriptor.slots, options.davg, options.dstd),
-        "@version": 2,
-        "type": "se_e3",
-        "set_davg_zero": options.set_davg_zero,
-        "precision": precision_of(descriptor.networks),
-        "embeddings": collection_tree(descriptor.networks, n, "embedding_network", ndim=2, weights=ordered),
+        "@class": "Descriptor",
+        "type": "se_e3_tebd",
+        "@version": 1,
+        **{key: settings[key] for key in _SAME},
+        "rcut": descriptor.cutoff,
+        "sel": list(options.sel) if isinstance(options.sel, list) else [options.sel],
+        "ntypes": len(descriptor.species),
+        "type_map": list(descriptor.species),
+        "exclude_types": [list(pair) for pair in options.exclude_types],
+        "precision": precision,
+        "env_mat": env_mat_tree(descriptor.cutoff, options.rcut_smth),
+        "type_embedding": type_embedding_tree(descriptor, precision),
+        "@variables": {
+            "davg": in_all_slots(options.davg, descriptor.room, precision),
+            "dstd": in_all_slots(options.dstd, descriptor.room, precision),
+        },
+        **pairs_tree(descriptor.pairs, len(descriptor.species)),
     }
 
 
-def _pairs(n_species: int) -> list[tuple[int, int]]:
-    """Pairs of species in Forgefield's order of networks."""
-    return [(a, b) for a in range(n_species) for b in range(a, n_species)]
+def pairs_tree(pairs: ThreeBody, n_species: int) -> Tree:
+    """Networks of the sum over pairs."""
+    tree = {"embeddings": collection_tree(pairs.embedding, n_species, "embedding_network")}
+    if pairs.type_network is not None:
+        tree["embeddings_strip"] = collection_tree(pairs.type_network, n_species, "embedding_network")
+    return tree
+
+
+def env_mat_tree(cutoff: float, start: float) -> Tree:
+    """Cutoff and beginning of the switch, A."""
+    return {"rcut": cutoff, "rcut_smth": start}

@@ -59,6 +59,12 @@ DESCRIPTOR_SECTIONS = ("descriptor", "descriptor.list")
 """Where options of descriptors are: in the section, or in those of the parts of a hybrid."""
 
 
+BLOCKS = ("repinit", "repformer")
+"""Sections within the options of dpa2."""
+ROWS = ("davg", "dstd", "three_body_davg", "three_body_dstd")
+"""Their options with one entry for each species."""
+
+
 class DeepPot(RegisteredModel[DeepPotOptions]):
     """Atomic energies from edge vectors, or the outputs of another fitting network. Built from resolved options."""
 
@@ -70,6 +76,7 @@ class DeepPot(RegisteredModel[DeepPotOptions]):
         "pair_exclude_types": "pairs", "atom_exclude_types": "indices", "out_bias": "rows", "fitting_net.atom_ener": "rows",
         **{f"{part}.exclude_types": "pairs" for part in DESCRIPTOR_SECTIONS},
         **{f"{part}.{key}": "rows" for part in DESCRIPTOR_SECTIONS for key in ("sel", "davg", "dstd", "most_neighbours")},
+        **{f"{part}.{block}.{key}": "rows" for part in DESCRIPTOR_SECTIONS for block in BLOCKS for key in ROWS},
     }  # fmt: skip
     seed_options = (*(f"{part}.seed" for part in DESCRIPTOR_SECTIONS), "fitting_net.seed")
     training_options = (*(f"{part}.trainable" for part in DESCRIPTOR_SECTIONS), "fitting_net.trainable")
@@ -172,13 +179,13 @@ class DeepPot(RegisteredModel[DeepPotOptions]):
 
     @classmethod
     def equivalent(cls, name: str, one: object, other: object, section: Mapping[str, Any]) -> bool:
-        """`sel` of se_atten is a number of neighbours of any species, or a list of which only the sum matters; names of types
-        change nothing."""
+        """`sel` of some descriptors is a number of neighbours of any species, or a list of which only the sum matters; names of
+        types change nothing."""
         if name == TYPE_NAMES:
             return True
         if not name.startswith("descriptor.") or not name.endswith(".sel"):
             return False
-        if section.get("type") not in ("se_atten", "se_atten_v2"):
+        if section.get("type") not in ("se_atten", "se_atten_v2", "se_e3_tebd"):
             return False
         first, second = (sum(value) if isinstance(value, list) else value for value in (one, other))
         return bool(first == second)

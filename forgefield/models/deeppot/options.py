@@ -184,7 +184,8 @@ class DeepPotOptions:
     """Options of a Deep Potential."""
 
     descriptor: dict[str, Any] = field(default_factory=lambda: {"type": "se_e2_a"})
-    """The descriptor: `type` (se_e2_a, se_e2_r, se_e3, se_atten, se_atten_v2, dpa3, hybrid) and its options by DeePMD-kit's names."""
+    """The descriptor: `type` (se_e2_a, se_e2_r, se_e3, se_e3_tebd, se_atten, se_atten_v2, dpa2, dpa3, hybrid) and its options
+    by DeePMD-kit's names."""
     fitting_net: dict[str, Any] = field(default_factory=lambda: {"type": "ener"})
     """The fitting network: `type` (ener, property, dos, dipole, polar) and its options by DeePMD-kit's names."""
     pair_exclude_types: list[list[int]] = field(default_factory=list)
@@ -367,6 +368,8 @@ DESCRIPTORS = {
     "se_e3": "se_e3.SeE3",
     "se_atten": "se_atten.SeAtten",
     "se_atten_v2": "se_atten.SeAttenV2",
+    "se_e3_tebd": "three_body.SeE3Tebd",
+    "dpa2": "dpa2.Dpa2",
     "dpa3": "repflow.Dpa3",
     "hybrid": "hybrid.Hybrid",
 }

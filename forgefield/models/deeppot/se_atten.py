@@ -143,15 +143,20 @@ def room_for(sel: int | list[int] | str | None) -> int | None:
     return None if sel is None or isinstance(sel, str) else sel
 
 
+def check_room(key: str, sel: int | list[int] | str | None) -> int | None:
+    """`room_for`, raising for a number that is wrong."""
+    if isinstance(sel, str) and not sel.startswith("auto"):
+        raise ForgefieldError(f"{key} is '{sel}'; give a number, or auto.")
+    room = room_for(sel)
+    if room is not None and (room < 1 or (isinstance(sel, list) and min(sel) < 0)):
+        raise ForgefieldError(f"{key} is {sel}; there must be room for at least one neighbour.")
+    return room
+
+
 def _check(options: AttentionOptions, species: tuple[str, ...]) -> None:
     where = "model.descriptor"
     check_values(options, where)
-    sel = options.sel
-    if isinstance(sel, str) and not sel.startswith("auto"):
-        raise ForgefieldError(f"{where}.sel is '{sel}'; give a number, or auto.")
-    room = room_for(sel)
-    if room is not None and (room < 1 or (isinstance(sel, list) and min(sel) < 0)):
-        raise ForgefieldError(f"{where}.sel is {sel}; there must be room for at least one neighbour.")
+    check_room(f"{where}.sel", options.sel)
     if options.use_econf_tebd:
         for symbol in species:
             occupations(symbol)
@@ -188,6 +193,8 @@ class SeAtten(Descriptor[SeAttenOptions | SeAttenV2Options]):
     mixed_types = True
     attention: list[AttentionLayer]
     included_pairs: Tensor
+    sel_option: str = "sel"
+    """The option that sets the number of slots, for messages."""
 
     def __init__(
         self,
@@ -347,8 +354,8 @@ class SeAtten(Descriptor[SeAttenOptions | SeAttenV2Options]):
     def _check_room(self, most: int) -> None:
         if self.room is not None and most > self.room:
             raise ForgefieldError(
-                f"model.descriptor.sel has room for {self.room} neighbours, but an atom has {most} within the cutoff; "
-                f"set it to at least {most}, or leave it out."
+                f"model.descriptor.{self.sel_option} has room for {self.room} neighbours, but an atom has {most} within the "
+                f"cutoff; set it to at least {most}, or leave it out."
             )
 
     def _is_fixed(self, tensor: Tensor) -> bool:

@@ -110,6 +110,11 @@ REFUSED: list[tuple[dict[str, Any], str, str]] = [
         "model.descriptor.add_chg_spin_ebd",
         "charge and spin",
     ),
+    (
+        {"model.descriptor": {"type": "dpa2", "repinit": {"rcut": 6}}},
+        "model.descriptor.repinit.rcut_smth",
+        "is missing",
+    ),
     ({"model.fitting_net.type": "dipole", "loss": ...}, "loss.pref", "is missing"),
     ({"model.fitting_net.type": "property", "loss": ...}, "model.fitting_net.property_name", "is missing"),
     ({"model.fitting_net.type": "population"}, "model.fitting_net.type", "not supported"),

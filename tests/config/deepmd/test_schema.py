@@ -15,6 +15,7 @@ import pytest
 
 from forgefield.config.deepmd import translate
 from forgefield.errors import ForgefieldError
+from forgefield.models.deeppot.options import descriptor_part
 from forgefield.models.resolving import check_model
 from tests.support.deepmd_inputs import DPA3, WATER, changed
 
@@ -25,7 +26,7 @@ from deepmd.utils.compat import update_deepmd_input
 
 KINDS = {
     "model": ["standard"],
-    "model.descriptor": ["se_e2_a", "se_e2_r", "se_atten", "dpa3"],
+    "model.descriptor": ["se_e2_a", "se_e2_r", "se_atten", "se_e3_tebd", "dpa2", "dpa3"],
     "model.fitting_net": ["ener"],
     "learning_rate": ["exp", "cosine", "wsd"],
     "optimizer": ["Adam", "AdamW"],
@@ -53,18 +54,23 @@ inputs = json.load(sys.stdin)
 print(json.dumps({"keys": found, "normal": [normalize(update_deepmd_input(one)) for one in inputs]}))
 """
 
+BLOCK = {"rcut": 6.0, "rcut_smth": 0.5, "nsel": 120}
+DPA2 = {"type": "dpa2", "repinit": BLOCK, "repformer": {**BLOCK, "rcut": 4.0}}
 INPUTS: list[dict[str, Any]] = [
     WATER,
     changed({"learning_rate": {"type": "wsd", "start_lr": 0.01}, "optimizer": {"type": "AdamW"}}),
     changed({"learning_rate": {"type": "cosine", "start_lr": 0.01}, "loss": {}}),
     changed({"model.descriptor": {"type": "se_atten", "sel": 120}, "training.validation_data": ...}),
     changed({"model.descriptor": DPA3}),
+    changed({"model.descriptor": {"type": "se_e3_tebd", "sel": 40}}),
     changed(
         {"model.descriptor": {"type": "se_r", "sel": [46, 92]}, "training.numb_steps": ..., "training.num_epoch": 3}
     ),
     changed({"training": {"systems": ["a", "b"], "batch_size": 2, "stop_batch": 100, "opt_type": "Adam"}}),
     changed({"validating": {"full_validation": True, "validation_metric": "F:RMSE"}}),
 ]
+NESTED = changed({"model.descriptor": DPA2})
+"""An input whose descriptor has sections of its own."""
 SECTIONS = ("model.modifier", "model.compress", "model.spin", "model.type_embedding")
 """Refused as a whole, so what is in them is not looked at."""
 
@@ -75,7 +81,11 @@ def theirs() -> dict[str, Any]:
     if named is None and importlib.util.find_spec("deepmd") is None:
         pytest.skip("deepmd-kit is not installed; FORGEFIELD_DEEPMD_PYTHON may name an interpreter that has it")
     answer = subprocess.run(
-        [named or sys.executable, "-c", SCRIPT], input=json.dumps(INPUTS), capture_output=True, text=True, check=False
+        [named or sys.executable, "-c", SCRIPT],
+        input=json.dumps([*INPUTS, NESTED]),
+        capture_output=True,
+        text=True,
+        check=False,
     )
     assert answer.returncode == 0, answer.stderr[-2000:]
     return json.loads(answer.stdout)
@@ -100,6 +110,12 @@ def test_the_model_takes_every_option_with_its_default(number: int, theirs: dict
     check_model(translate(theirs["normal"][number], Path("input.json"))["model"])
 
 
+def test_defaults_of_dpa2_are_those_of_deepmd(theirs: dict[str, Any]) -> None:
+    written, ours = (translate(one, Path("input.json"))["model"] for one in (theirs["normal"][-1], NESTED))
+    found, expected = (descriptor_part({**model["descriptor"], "precision": "float64"})[1] for model in (written, ours))
+    assert found == expected
+
+
 def test_no_key_of_the_schema_is_unknown(theirs: dict[str, Any]) -> None:
     assert len(theirs["keys"]) > 200
     unknown = []
@@ -110,9 +126,10 @@ def test_no_key_of_the_schema_is_unknown(theirs: dict[str, Any]) -> None:
         if path == "learning_rate" and kind is not None:
             base = {"learning_rate": {"type": kind, "start_lr": 0.001}}
         if path == "model.descriptor" and kind is not None:
-            base = {"model.descriptor": DPA3 if kind == "dpa3" else {"type": kind}}
-        if path == "model.descriptor.repflow":
-            base = {"model.descriptor": DPA3}
+            blocks = {"dpa2": DPA2, "dpa3": DPA3}
+            base = {"model.descriptor": copy.deepcopy(blocks.get(kind, {"type": kind}))}
+        if path.startswith("model.descriptor."):
+            base = {"model.descriptor": copy.deepcopy(DPA3 if path.endswith("repflow") else DPA2)}
         try:
             translate(changed({**base, f"{path}.{name}": 1}), Path("input.json"))
         except ForgefieldError as error:

@@ -260,6 +260,20 @@ def test_the_section_repflow_becomes_part_of_the_descriptor() -> None:
     assert "nearest 30" in result.notes["model.descriptor.repflow.a_sel"]
 
 
+def test_the_blocks_of_dpa2_keep_their_options() -> None:
+    first = {"rcut": 6.0, "rcut_smth": 0.5, "nsel": "auto", "use_three_body": True}
+    layers = {"rcut": 4.0, "rcut_smth": 3.5, "nsel": 40, "update_style": "res_residual", "nlayers": 6}
+    section = {"type": "dpa2", "repinit": first, "repformer": layers, "repformer_add_type_ebd_to_seq": True}
+    found = translated({"model.descriptor": section})
+    assert found["model"]["descriptor"] == {
+        "type": "dpa2",
+        "add_tebd_to_repinit_out": True,
+        "repinit": {"rcut_smth": 0.5, "use_three_body": True, "three_body_sel": 40},
+        "repformer": layers,
+    }
+    assert found["data"]["cutoff"] == 6.0
+
+
 def test_a_short_range_table_next_to_the_input_is_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "elsewhere").mkdir()
     (tmp_path / "tab.txt").write_text("0 0 0 0\n")

@@ -9,9 +9,10 @@ from forgefield.errors import ForgefieldError
 from forgefield.models.deeppot.deepmd_descriptors import descriptor_from_tree
 from forgefield.models.deeppot.deepmd_files import read_tree
 from forgefield.models.deeppot.exporter import write_deepmd
+from forgefield.models.edges import EdgeContext, edge_vectors
 from forgefield.training.engines.engine import Engine
 from forgefield.training.engines.script import ScriptEngine
-from tests.support.deepmd_models import assert_equal_predictions, gradients, loaded, predictions, unpacked
+from tests.support.deepmd_models import assert_equal_predictions, batch_for, gradients, loaded, predictions, unpacked
 from tests.support.engine_cases import difference, labelled, step_function
 
 NAMES = [
@@ -19,8 +20,13 @@ NAMES = [
     "hybrid_mixed",
     "se_e3",
     "hybrid_se_e3",
+    "se_e3_tebd",
+    "se_e3_tebd_strip",
     "case",
     "sum",
+    "dpa2",
+    "dpa2_inside",
+    "dpa2_rough",
     "dpa3",
     "dpa3_dynamic",
     "dpa3_plain",
@@ -59,7 +65,14 @@ def test_what_was_written_is_read_back_exactly(name, tmp_path):
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "form"),
-    [("hybrid", "tangent"), ("hybrid_mixed", "double"), ("hybrid_se_e3", "tangent"), ("dpa3_dynamic", "tangent")],
+    [
+        ("hybrid", "tangent"),
+        ("hybrid_mixed", "double"),
+        ("hybrid_se_e3", "tangent"),
+        ("se_e3_tebd_strip", "tangent"),
+        ("dpa2", "double"),
+        ("dpa3_dynamic", "tangent"),
+    ],
 )
 def test_one_trace_serves_every_size(name, form, tmp_path):
     potential = loaded(unpacked(tmp_path, f"{name}.dp"))
@@ -77,3 +90,34 @@ def test_a_part_that_sees_beyond_its_cutoff_in_deepmd_is_refused(tmp_path):
     attention["@variables"]["davg"][:, :, 0] = 0.1
     with pytest.raises(ForgefieldError, match=r"descriptor.list\[1\].*means"):
         descriptor_from_tree(descriptor, 2)
+
+
+class Owners:
+    """Ghost atoms of which this process is the owner. owner: (n_atoms,) number of the atom that each is an image of."""
+
+    def __init__(self, owner: torch.Tensor) -> None:
+        self.owner, self.exchanges = owner, 0
+
+    def fill(self, rows: torch.Tensor) -> torch.Tensor:
+        self.exchanges += 1
+        return rows.index_select(0, self.owner)
+
+
+def test_layers_of_dpa2_exchange_what_ghost_atoms_need(tmp_path):
+    potential = loaded(unpacked(tmp_path, "dpa2.dp"))
+    batch = batch_for(potential, predictions("dpa2"))
+    n, (source, centre) = len(batch["species"]), batch["edge_index"]
+    images, number = torch.unique(torch.cat([source[:, None], batch["edge_shift"]], 1), dim=0, return_inverse=True)
+    owner = torch.cat([torch.arange(n), images[:, 0].long()])
+    vectors = edge_vectors(batch).requires_grad_()
+    ghosts = {key: batch[key].index_select(0, owner) for key in ("species", "frame", "positions")}
+    ghosts |= {"edge_index": torch.stack([n + number, centre]), "edge_shift": torch.zeros_like(batch["edge_shift"])}
+    of_images = {key: value for key, value in batch.items() if key != "edge_reverse"} | ghosts
+    owners = Owners(owner)
+    with_ghosts = potential.model(of_images, EdgeContext(vectors, of_images, ghosts=owners))[:n]
+    periodic = potential.model(batch, EdgeContext(vectors, batch))
+    torch.testing.assert_close(with_ghosts, periodic, rtol=0, atol=1e-12)
+    slopes = [torch.autograd.grad(energies.sum(), vectors)[0] for energies in (with_ghosts, periodic)]
+    torch.testing.assert_close(*slopes, rtol=0, atol=1e-12)
+    assert potential.model.ghost_atoms == "exchange"
+    assert owners.exchanges == 2

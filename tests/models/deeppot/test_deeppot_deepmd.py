@@ -110,6 +110,22 @@ CASES: dict[str, dict[str, Any]] = {
         "frames": {"fparam": 2},
     },
     "attention, stripped": {"descriptor": {"type": "se_atten_v2", "sel": 40, "attn_layer": 1, "attn": 8}},
+    "three-body": {"descriptor": {"type": "se_e3_tebd", "sel": 40, "neuron": [2, 4], "use_tebd_bias": True}},
+    "layers": {
+        "descriptor": {
+            "type": "dpa2",
+            "precision": "float64",
+            "repinit": {
+                "rcut": CUTOFF,
+                "rcut_smth": 1.0,
+                "nsel": 40,
+                "use_three_body": True,
+                "tebd_input_mode": "strip",
+            },
+            "repformer": {"rcut": 3.0, "rcut_smth": 1.0, "nsel": 30, "nlayers": 2, "update_style": "res_residual"},
+            "add_tebd_to_repinit_out": True,
+        }
+    },
 }
 for _i, _name in enumerate(("tanh", "relu", "softplus", "sigmoid", "relu6", "silu", "linear", "none")):
     _wide = {"activation_function": _name, "neuron": [[6], [1, 2, 4], [5, 5, 5]][_i % 3], "axis_neuron": 2}
@@ -117,8 +133,10 @@ for _i, _name in enumerate(("tanh", "relu", "softplus", "sigmoid", "relu6", "sil
 
 
 def params_of(case: dict[str, Any], seed: int) -> dict[str, Any]:
-    descriptor = {"type": "se_e2_a", "seed": seed, **BASE, **case.get("descriptor", {})}
-    if descriptor["type"] != "se_e2_r":
+    of_case = case.get("descriptor", {})
+    base = {} if of_case.get("type") == "dpa2" else BASE
+    descriptor = {"type": "se_e2_a", "seed": seed, **base, **of_case}
+    if descriptor["type"] not in ("se_e2_r", "se_e3_tebd", "dpa2"):
         descriptor.setdefault("axis_neuron", 4)
     if descriptor["type"] == "se_e2_a":
         descriptor.setdefault("type_one_side", True)
@@ -149,6 +167,7 @@ def test_models_of_deepmd_kit_predict_here_what_they_predict_there(made, name):
 
 
 CHECKPOINTS = ["one side", "both sides", "parameters", "radial", "single", "attention", "attention, stripped"]
+CHECKPOINTS += ["three-body", "layers"]
 
 
 @pytest.mark.parametrize("name", CHECKPOINTS)
