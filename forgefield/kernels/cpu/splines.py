@@ -30,14 +30,17 @@ WORTHWHILE = 2
 """Splines are used from this number of pairs on for each row of a table."""
 
 
-def spline_intervals(weight: Tensor, n_pairs: int) -> int:
-    """Number of intervals of the splines from which radial weights of n_pairs are read; 0 where the network is evaluated for
-    every pair: where that is faster, in float64, without C code, and where tables are excluded."""
+def spline_intervals(weight: Tensor, lengths: Tensor) -> int:
+    """Number of intervals of the splines from which radial weights of pairs are read; 0 where the network is evaluated for
+    every pair: where that is faster, in float64, without C code, and where tables are excluded.
+
+    weight: any weight of the network. lengths: (n_pairs,).
+    """
     context = current()
     n_intervals = context.knots // KNOTS_PER_INTERVAL
     if n_intervals == 0 or context.c_code < C_SPLINES or context.lowering is not None or weight.dtype != torch.float32:
         return 0
-    if n_pairs < WORTHWHILE * (n_intervals + DEGREE) or not runs_on_cpu(weight) or not can_use_c():
+    if not runs_on_cpu(lengths) or lengths.shape[0] < WORTHWHILE * (n_intervals + DEGREE) or not can_use_c():
         return 0
     has_tangent = forward_ad._current_level >= 0 and forward_ad.unpack_dual(weight).tangent is not None
     return 0 if has_tangent else n_intervals

@@ -197,7 +197,7 @@ class NequIP(SpeciesTerms[NequIPOptions]):
     def _radial(self, pairs: PairLengths, graph: EdgeGraph, switch: GradientSwitch | None) -> list[Tensor]:
         """Weights of every layer, (n_edges or n_pairs, plan.n_weights), read from splines where that is faster."""
         scaled = pairs.scaled if graph.pair_edge is None else pairs.scaled.index_select(0, graph.pair_edge)
-        n_intervals = 0 if pairs.radii is not None else spline_intervals(self.type_embedding, len(scaled))
+        n_intervals = 0 if pairs.radii is not None else spline_intervals(self.type_embedding, scaled)
         if n_intervals:
             lengths = barrier(scaled, switch)
             return [read_splines(lengths, table, self.dtype, switch) for table in radial_splines(self, n_intervals)]
