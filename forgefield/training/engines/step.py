@@ -19,7 +19,7 @@ from forgefield.kernels.convolution.dispatch import use_edge_operators
 from forgefield.kernels.cpu.convolution import can_use_c
 from forgefield.models.edges import StepMemory
 from forgefield.models.potential import Potential
-from forgefield.ops.execution import C_LATEST, C_NONE, KNOTS, execution
+from forgefield.ops.execution import C_CONVOLUTIONS, C_LATEST, C_NONE, C_SPLINES, KNOTS, execution
 from forgefield.ops.products import lowered_type
 from forgefield.tasks.loss_kernels import kernels_support, loss_by_kernels
 from forgefield.tasks.metrics import ErrorMetrics
@@ -196,7 +196,9 @@ class StepFunction:
         """Whether an eager step computes convolutions by compiled C code where there is a compiler."""
         weight = next(self.potential.parameters(), None)
         on_cpu = weight is not None and weight.device.type == "cpu"
-        return self.c_code > C_NONE and self.edge_kernels and on_cpu and self.potential.interface.convolves
+        model = self.potential.interface
+        level = C_CONVOLUTIONS if model.convolves else C_SPLINES if model.sums_over_edges else C_LATEST + 1
+        return self.c_code >= level and self.edge_kernels and on_cpu
 
     @property
     def convolves_by_c(self) -> bool:
