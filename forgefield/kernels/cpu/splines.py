@@ -9,6 +9,7 @@ in reverse mode and once in forward mode, and once in the table.
 from __future__ import annotations
 
 import ctypes
+from dataclasses import dataclass
 from functools import cache
 
 import numpy as np
@@ -19,7 +20,7 @@ from torch.autograd.function import once_differentiable
 
 from forgefield.kernels.cpu.compiler import load_c
 from forgefield.kernels.cpu.convolution import REAL, call, can_use_c, runs_on_cpu
-from forgefield.kernels.cpu.splines_source import COLUMNS, DEGREE, PIECES, SCALE, splines_source
+from forgefield.kernels.cpu.splines_source import DEGREE, PIECES, SCALE, splines_source
 from forgefield.ops.autograd import AutogradContext, Gradients, TypedFunction
 from forgefield.ops.execution import C_SPLINES, current
 from forgefield.ops.graph import GradientSwitch
@@ -30,17 +31,17 @@ WORTHWHILE = 2
 """Splines are used from this number of pairs on for each row of a table."""
 
 
-def spline_intervals(weight: Tensor, lengths: Tensor) -> int:
+def spline_intervals(weight: Tensor, lengths: Tensor, n_kinds: int = 1) -> int:
     """Number of intervals of the splines from which radial weights of pairs are read; 0 where the network is evaluated for
     every pair: where that is faster, in float64, without C code, and where tables are excluded.
 
-    weight: any weight of the network. lengths: (n_pairs,).
+    weight: any weight of the network. lengths: (n_pairs,). n_kinds: number of tables that are needed.
     """
     context = current()
     n_intervals = context.knots // KNOTS_PER_INTERVAL
     if n_intervals == 0 or context.c_code < C_SPLINES or context.lowering is not None or weight.dtype != torch.float32:
         return 0
-    if not runs_on_cpu(lengths) or lengths.shape[0] < WORTHWHILE * (n_intervals + DEGREE) or not can_use_c():
+    if not runs_on_cpu(lengths) or lengths.shape[0] < WORTHWHILE * n_kinds * (n_intervals + DEGREE) or not can_use_c():
         return 0
     has_tangent = forward_ad._current_level >= 0 and forward_ad.unpack_dual(weight).tangent is not None
     return 0 if has_tangent else n_intervals
@@ -59,17 +60,27 @@ def _positions(n_intervals: int) -> np.ndarray:
 
 
 def coefficients(values: Tensor) -> Tensor:
-    """(n_intervals + DEGREE, n) float64: the table of splines with these values at the collocation points; differentiable once."""
+    """(n_intervals + DEGREE, n) float64: the table of splines with these values at the collocation points, differentiable once."""
     result: Tensor = _Coefficients.apply(values)
     return result
 
 
-def read_splines(lengths: Tensor, table: Tensor, dtype: torch.dtype, switch: GradientSwitch | None) -> Tensor:
-    """(n_pairs, n) of this type: values of the splines in `table` (n_intervals + DEGREE, n) float64.
+def read_splines(
+    lengths: Tensor,
+    table: Tensor,
+    dtype: torch.dtype,
+    switch: GradientSwitch | None,
+    *,
+    kinds: Tensor | None = None,
+    n_kinds: int = 1,
+) -> Tensor:
+    """(n_pairs, n) of this type: values of splines.
 
-    lengths: (n_pairs,) float64, in units of the cutoff. Lengths get no second derivatives once the switch is off.
+    lengths: (n_pairs,) float64, in units of the cutoff; they get no gradient once the switch is off.
+    table: (n_kinds * (n_intervals + DEGREE), n) float64. kinds: (n_pairs,), which of the tables a pair reads.
     """
-    result: Tensor = _Splines.apply(lengths, table, dtype, switch or GradientSwitch())
+    form = _Form(table.shape[0] // n_kinds - DEGREE, kinds, dtype, switch or GradientSwitch())
+    result: Tensor = _Splines.apply(lengths, table, form)
     return result
 
 
@@ -125,61 +136,65 @@ class _Coefficients(TypedFunction):
         return _factors(len(grad) - DEGREE)[1].solve(grad)
 
 
-def _pass(name: str, x: Tensor, *inputs: Tensor | None, out: Tensor, n_rows: int, columns: int) -> Tensor:
-    """Run a pass for all pairs. The type of `real` is that of the tensor that is not float64, if there is one."""
-    real = next((t.dtype for t in (*inputs, out) if t is not None and t.dtype != torch.float64), torch.float64)
-    call(getattr(_library(real), name), x, *inputs, len(x), n_rows - DEGREE, columns, out)
-    return out
+@dataclass(frozen=True)
+class _Form:
+    """n_intervals: of each table. kinds: (n_pairs,), number of the table that a pair reads; None if there is one. dtype: of
+    values. switch: once it is off, lengths get no gradient."""
 
+    n_intervals: int
+    kinds: Tensor | None
+    dtype: torch.dtype
+    switch: GradientSwitch
 
-def _values(x: Tensor, table: Tensor, dtype: torch.dtype) -> Tensor:
-    (n_rows, columns), out = table.shape, x.new_empty((len(x), table.shape[1]), dtype=dtype)
-    return _pass("values", x, None, table, out=out, n_rows=n_rows, columns=columns)
+    def values(self, x: Tensor, table: Tensor) -> Tensor:
+        return self._results("values", x, None, table)
 
+    def slopes(self, x: Tensor, along: Tensor, table: Tensor) -> Tensor:
+        """(n_pairs, columns): derivatives of the splines times `along` (n_pairs,)."""
+        return self._results("slopes", x, along, table)
 
-def _slopes(x: Tensor, along: Tensor, table: Tensor, dtype: torch.dtype) -> Tensor:
-    """(n_pairs, columns): derivatives of the splines times `along` (n_pairs,)."""
-    (n_rows, columns), out = table.shape, x.new_empty((len(x), table.shape[1]), dtype=dtype)
-    return _pass("slopes", x, along, table, out=out, n_rows=n_rows, columns=columns)
+    def dots(self, order: int, x: Tensor, g: Tensor, table: Tensor) -> Tensor:
+        """(n_pairs,): dot products of rows of g and derivatives of the splines."""
+        return self._run(("first_dots", "second_dots")[order - 1], x, g, table, shape=table.shape, out=torch.empty_like(x))
 
+    def sums(self, x: Tensor, along: Tensor | None, g: Tensor, table: Tensor) -> Tensor:
+        """Gradient of the table from that of values, or, with `along`, of slopes."""
+        name = "value_sums" if along is None else "slope_sums"
+        return self._run(name, x, along, g, shape=table.shape, out=torch.empty_like(table))
 
-def _dots(order: int, x: Tensor, g: Tensor, table: Tensor) -> Tensor:
-    """(n_pairs,): dot products of rows of g and derivatives of the splines."""
-    n_rows, columns = table.shape
-    name = ("first_dots", "second_dots")[order - 1]
-    return _pass(name, x, g, table, out=torch.empty_like(x), n_rows=n_rows, columns=columns)
+    def _results(self, name: str, x: Tensor, along: Tensor | None, table: Tensor) -> Tensor:
+        out = x.new_empty((x.shape[0], table.shape[1]), dtype=self.dtype)
+        return self._run(name, x, along, table, shape=table.shape, out=out)
 
-
-def _sums(x: Tensor, along: Tensor | None, g: Tensor, n_rows: int) -> Tensor:
-    """(n_rows, columns): gradient of the table from that of values, or, with `along`, of slopes."""
-    columns = g.shape[1]
-    name = "value_sums" if along is None else "slope_sums"
-    return _pass(name, x, along, g, out=x.new_empty(n_rows, columns), n_rows=n_rows, columns=columns)
+    def _run(self, name: str, *inputs: Tensor | None, shape: torch.Size, out: Tensor) -> Tensor:
+        """Run a pass. inputs: lengths and the other inputs of the pass. shape: of the table."""
+        x = inputs[0]
+        assert x is not None
+        function = getattr(_library(self.dtype), name)
+        call(function, *inputs, self.kinds, x.shape[0], self.n_intervals, shape[0], shape[1], out)
+        return out
 
 
 class _Splines(TypedFunction):
     @staticmethod
-    def forward(
-        ctx: AutogradContext, x: Tensor, table: Tensor, dtype: torch.dtype, switch: GradientSwitch
-    ) -> Tensor:
+    def forward(ctx: AutogradContext, x: Tensor, table: Tensor, form: _Form) -> Tensor:
         ctx.save_for_backward(x, table)
         ctx.save_for_forward(x, table)
-        ctx.dtype, ctx.switch = dtype, switch
-        return _values(x, table, dtype)
+        ctx.form = form
+        return form.values(x, table)
 
     @staticmethod
     def backward(ctx: AutogradContext, grad: Tensor) -> Gradients:
-        x, table = ctx.saved_tensors
-        to_x = None
-        if ctx.needs_input_grad[0] and not ctx.switch.off:
-            to_x = _SplineGradient.apply(grad, x, table, ctx.switch)
-        to_table = _TableGradient.apply(grad, x, len(table)) if _is_requested(ctx, 1) else None
-        return to_x, to_table, None, None
+        (x, table), form = ctx.saved_tensors, ctx.form
+        needs_x = ctx.needs_input_grad[0] and not form.switch.off
+        to_x = _SplineGradient.apply(grad, x, table, form) if needs_x else None
+        to_table = _TableGradient.apply(grad, x, table, form) if _is_requested(ctx, 1) else None
+        return to_x, to_table, None
 
     @staticmethod
-    def jvp(ctx: AutogradContext, d_x: Tensor, d_table: Tensor | None, dtype: None, switch: None) -> Tensor:
+    def jvp(ctx: AutogradContext, d_x: Tensor, d_table: Tensor | None, form: None) -> Tensor:
         x, table = ctx.saved_tensors
-        tangent: Tensor = _SplineTangent.apply(x, d_x, table, ctx.dtype)
+        tangent: Tensor = _SplineTangent.apply(x, d_x, table, ctx.form)
         return tangent
 
 
@@ -191,8 +206,8 @@ def _is_requested(ctx: AutogradContext, number: int) -> bool:
 
 class _TableGradient(TypedFunction):
     @staticmethod
-    def forward(ctx: AutogradContext, grad: Tensor, x: Tensor, n_rows: int) -> Tensor:
-        return _sums(x, None, grad, n_rows)
+    def forward(ctx: AutogradContext, grad: Tensor, x: Tensor, table: Tensor, form: _Form) -> Tensor:
+        return form.sums(x, None, grad, table)
 
     @staticmethod
     def backward(ctx: AutogradContext, grad: Tensor) -> Gradients:
@@ -203,19 +218,19 @@ class _SplineGradient(TypedFunction):
     """Gradient of `_Splines` in the lengths, itself differentiable once."""
 
     @staticmethod
-    def forward(ctx: AutogradContext, grad: Tensor, x: Tensor, table: Tensor, switch: GradientSwitch) -> Tensor:
+    def forward(ctx: AutogradContext, grad: Tensor, x: Tensor, table: Tensor, form: _Form) -> Tensor:
         ctx.save_for_backward(grad, x, table)
-        ctx.switch = switch
-        return _dots(1, x, grad, table)
+        ctx.form = form
+        return form.dots(1, x, grad, table)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: AutogradContext, along: Tensor) -> Gradients:
-        grad, x, table = ctx.saved_tensors
-        to_grad = _slopes(x, along, table, grad.dtype) if ctx.needs_input_grad[0] else None
-        needs_x = ctx.needs_input_grad[1] and not ctx.switch.off
-        to_x = _dots(2, x, grad, table).mul_(along) if needs_x else None
-        to_table = _sums(x, along, grad, len(table)) if _is_requested(ctx, 2) else None
+        (grad, x, table), form = ctx.saved_tensors, ctx.form
+        to_grad = form.slopes(x, along, table) if ctx.needs_input_grad[0] else None
+        needs_x = ctx.needs_input_grad[1] and not form.switch.off
+        to_x = form.dots(2, x, grad, table).mul_(along) if needs_x else None
+        to_table = form.sums(x, along, grad, table) if _is_requested(ctx, 2) else None
         return to_grad, to_x, to_table, None
 
 
@@ -223,15 +238,16 @@ class _SplineTangent(TypedFunction):
     """Tangent of `_Splines` along d_x, differentiable once."""
 
     @staticmethod
-    def forward(ctx: AutogradContext, x: Tensor, d_x: Tensor, table: Tensor, dtype: torch.dtype) -> Tensor:
+    def forward(ctx: AutogradContext, x: Tensor, d_x: Tensor, table: Tensor, form: _Form) -> Tensor:
         ctx.save_for_backward(x, d_x, table)
-        return _slopes(x, d_x, table, dtype)
+        ctx.form = form
+        return form.slopes(x, d_x, table)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: AutogradContext, grad: Tensor) -> Gradients:
-        x, d_x, table = ctx.saved_tensors
-        to_x = _dots(2, x, grad, table).mul_(d_x) if ctx.needs_input_grad[0] else None
-        to_dx = _dots(1, x, grad, table) if ctx.needs_input_grad[1] else None
-        to_table = _sums(x, d_x, grad, len(table)) if ctx.needs_input_grad[2] else None
+        (x, d_x, table), form = ctx.saved_tensors, ctx.form
+        to_x = form.dots(2, x, grad, table).mul_(d_x) if ctx.needs_input_grad[0] else None
+        to_dx = form.dots(1, x, grad, table) if ctx.needs_input_grad[1] else None
+        to_table = form.sums(x, d_x, grad, table) if ctx.needs_input_grad[2] else None
         return to_x, to_dx, to_table, None

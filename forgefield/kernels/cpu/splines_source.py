@@ -1,7 +1,7 @@
 """C code of radial splines: weights of pairs, read from a table of B-spline coefficients, and all derivatives.
 
 A table has `n_intervals` equal intervals between 0 and 1 and `n_intervals + DEGREE` rows; a length in interval i reads the rows
-i to i + DEGREE. Everything beyond 1 is zero. Tables, lengths and sums are double; weights and their gradients are `real`.
+i to i + DEGREE. Where pairs are of several kinds, the table has as many rows for each of them. Everything beyond 1 is zero. Tables, lengths and sums are double; weights and their gradients are `real`.
 Columns are processed in blocks that stay in the cache. A pair, or for sums over pairs a column, belongs to one thread, so that
 results do not depend on the number of threads.
 """
@@ -60,15 +60,16 @@ _HEAD = f"""
 #define PAIRS {PAIRS}
 #define MIN(a, b) ((a) < (b) ? (a) : (b))
 #define READ(c) (b[0] * c0[c] + b[1] * c1[c] + b[2] * c2[c] + b[3] * c3[c] + b[4] * c4[c] + b[5] * c5[c])
+#define ROW (at + (kinds ? kinds[pair] * (n + 5) : 0))
 #define ROWS(table) \\
-    const double *restrict c0 = (table) + at * columns, *restrict c1 = c0 + columns, *restrict c2 = c1 + columns, \\
+    const double *restrict c0 = (table) + ROW * columns, *restrict c1 = c0 + columns, *restrict c2 = c1 + columns, \\
         *restrict c3 = c2 + columns, *restrict c4 = c3 + columns, *restrict c5 = c4 + columns;
 """
 
 _PASSES = """
 #define RESULTS(NAME, PLACE, FACTOR) \\
-void NAME(const double *restrict x, const double *restrict a, const double *restrict table, int64_t n_pairs, int64_t n, \\
-          int64_t columns, real *restrict out, int threads) { \\
+void NAME(const double *restrict x, const double *restrict a, const double *restrict table, const int64_t *restrict kinds, int64_t n_pairs, \\
+          int64_t n, int64_t n_rows, int64_t columns, real *restrict out, int threads) { \\
     _Pragma("omp parallel for num_threads(threads) schedule(dynamic, 1)") \\
     for (int64_t first = 0; first < n_pairs; first += PAIRS) { \\
         const int64_t last = MIN(first + PAIRS, n_pairs); \\
@@ -91,8 +92,8 @@ RESULTS(values, place0, 1.0)
 RESULTS(slopes, place1, a[pair])
 
 #define DOTS(NAME, PLACE) \\
-void NAME(const double *restrict x, const real *restrict all_g, const double *restrict table, int64_t n_pairs, int64_t n, \\
-          int64_t columns, double *restrict out, int threads) { \\
+void NAME(const double *restrict x, const real *restrict all_g, const double *restrict table, const int64_t *restrict kinds, int64_t n_pairs, \\
+          int64_t n, int64_t n_rows, int64_t columns, double *restrict out, int threads) { \\
     _Pragma("omp parallel for num_threads(threads) schedule(dynamic, 1)") \\
     for (int64_t first = 0; first < n_pairs; first += PAIRS) { \\
         const int64_t last = MIN(first + PAIRS, n_pairs); \\
@@ -117,19 +118,19 @@ DOTS(first_dots, place1)
 DOTS(second_dots, place2)
 
 #define SUMS(NAME, PLACE, FACTOR) \\
-void NAME(const double *restrict x, const double *restrict a, const real *restrict all_g, int64_t n_pairs, int64_t n, \\
-          int64_t columns, double *restrict out, int threads) { \\
+void NAME(const double *restrict x, const double *restrict a, const real *restrict all_g, const int64_t *restrict kinds, int64_t n_pairs, \\
+          int64_t n, int64_t n_rows, int64_t columns, double *restrict out, int threads) { \\
     _Pragma("omp parallel for num_threads(threads) schedule(dynamic, 1)") \\
     for (int64_t begin = 0; begin < columns; begin += COLUMNS) { \\
         const int64_t end = MIN(begin + COLUMNS, columns); \\
-        for (int64_t row = 0; row < n + 5; row++) memset(out + row * columns + begin, 0, (end - begin) * sizeof(double)); \\
+        for (int64_t row = 0; row < n_rows; row++) memset(out + row * columns + begin, 0, (end - begin) * sizeof(double)); \\
         for (int64_t pair = 0; pair < n_pairs; pair++) { \\
             double b[6]; \\
             const int64_t at = PLACE(x[pair], n, b); \\
             if (at < 0) continue; \\
             for (int k = 0; k < 6; k++) b[k] *= FACTOR; \\
             const real *restrict g = all_g + pair * columns; \\
-            double *restrict o = out + at * columns; \\
+            double *restrict o = out + ROW * columns; \\
             _Pragma("omp simd") \\
             for (int64_t c = begin; c < end; c++) { \\
                 const double value = g[c]; \\
