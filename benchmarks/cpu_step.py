@@ -13,6 +13,7 @@ import argparse
 import time
 import warnings
 from collections.abc import Callable
+from functools import partial
 
 import numpy as np
 import torch
@@ -119,14 +120,15 @@ def main() -> None:
             engines.append(CompileEngine(step_function(potential, C_LATEST)))
             deviations.append(deviation(engines[-1], eager, batch))
         assert max(deviations) < 1e-5, deviations
-        steps = median_ms([lambda engine=engine: engine.differentiate(batch) for engine in engines], arguments.repeats)
-        evaluations = median_ms([lambda engine=engine: engine.evaluate(batch) for engine in engines[:2]], arguments.repeats)
+        steps = median_ms([partial(engine.differentiate, batch) for engine in engines], arguments.repeats)
+        evaluations = median_ms([partial(engine.evaluate, batch) for engine in engines[:2]], arguments.repeats)
         size = f"{len(batch['species']):5} {batch['edge_index'].shape[1]:6}"
         compiled = f"{steps[2]:7.1f}" if arguments.compile else "      -"
         step_columns = f"{steps[0]:6.1f} {steps[1]:6.1f} {steps[0] / steps[1]:5.2f} {compiled}"
         evaluation_columns = f"{evaluations[0]:10.1f} {evaluations[1]:6.1f} {evaluations[0] / evaluations[1]:5.2f}"
         print(
-            f"{case:5} {size} | {step_columns} | {evaluation_columns} | gradients {deviations[0]:.1e}, first step {first:.1f} s",
+            f"{case:5} {size} | {step_columns} | {evaluation_columns} | "
+            f"gradients {deviations[0]:.1e}, first step {first:.1f} s",
             flush=True,
         )
 

@@ -31,8 +31,8 @@ class CEnvironment:
         self.edges, self.shared = edges, shared
 
     def __call__(self, name: str, *inputs: Tensor | bool) -> Tensor | tuple[Tensor, ...]:
-        """name, inputs: of an operator. Derivatives take, last, whether cotangents of harmonics are computed; these have no rows
-        where they are not."""
+        """name, inputs: of an operator. The last input of derivatives is whether cotangents of harmonics are computed; these
+        have no rows where they are not."""
         projection, order = name.startswith("project"), name.count("_backward") + name.count("double")
         tensors = [value for value in inputs if isinstance(value, Tensor)]
         of_harmonics = bool(order and inputs[-1])

@@ -15,8 +15,8 @@ OUTPUTS = ("to_p", "out", "to_w", "to_y")
 
 @dataclass(frozen=True)
 class Pass:
-    """projection: of rows of atoms onto edges, else sums over edges. order: 0 for values, 1 and 2 for derivatives. of_harmonics:
-    whether cotangents of harmonics are computed."""
+    """projection: of rows of atoms onto edges, else sums over edges. order: 0 for values, 1 and 2 for derivatives.
+    of_harmonics: whether cotangents of harmonics are computed."""
 
     projection: bool
     order: int
@@ -24,7 +24,9 @@ class Pass:
 
     @property
     def name(self) -> str:
-        return f"{'project' if self.projection else 'environment'}_{self.order}{'_harmonics' if self.of_harmonics else ''}"
+        return (
+            f"{'project' if self.projection else 'environment'}_{self.order}{'_harmonics' if self.of_harmonics else ''}"
+        )
 
 
 PASSES = tuple(
@@ -108,7 +110,9 @@ class _Writer:
     def _body(self) -> list[str]:
         """For one channel of an edge."""
         of, second, n = self.of, self.of.order == 2, self.n
-        lines, to_w, to_p = [], [[] for _ in range(self.n_weights)], []
+        lines: list[str] = []
+        to_p: list[str] = []
+        to_w: list[list[str]] = [[] for _ in range(self.n_weights)]
         y = ["1", *(f"y{k}" for k in range(1, n))]
         factor = "p[c] * " if of.projection else ""
         for k, j in enumerate(self.weight_of):

@@ -2,8 +2,8 @@
 
 A table holds the coefficients of quintic B-splines, with four continuous derivatives, that interpolate the network. It is
 computed in float64, also where weights are float32, so that slopes are as accurate as values; with 256 intervals it agrees
-with the network to float32 rounding. Pairs read it by compiled C code (`splines_source.py`), twice differentiable in the lengths
-in reverse mode and once in forward mode, and once in the table.
+with the network to float32 rounding. Pairs read it by compiled C code (`splines_source.py`): twice differentiable in the
+lengths in reverse mode and once in forward mode, and once in the table.
 """
 
 from __future__ import annotations
@@ -60,7 +60,8 @@ def _positions(n_intervals: int) -> np.ndarray:
 
 
 def coefficients(values: Tensor) -> Tensor:
-    """(n_intervals + DEGREE, n) float64: the table of splines with these values at the collocation points, differentiable once."""
+    """(n_intervals + DEGREE, n) float64: the table of splines with these values at the collocation points; it can be
+    differentiated once."""
     result: Tensor = _Coefficients.apply(values)
     return result
 
@@ -155,7 +156,9 @@ class _Form:
 
     def dots(self, order: int, x: Tensor, g: Tensor, table: Tensor) -> Tensor:
         """(n_pairs,): dot products of rows of g and derivatives of the splines."""
-        return self._run(("first_dots", "second_dots")[order - 1], x, g, table, shape=table.shape, out=torch.empty_like(x))
+        return self._run(
+            ("first_dots", "second_dots")[order - 1], x, g, table, shape=table.shape, out=torch.empty_like(x)
+        )
 
     def sums(self, x: Tensor, along: Tensor | None, g: Tensor, table: Tensor) -> Tensor:
         """Gradient of the table from that of values, or, with `along`, of slopes."""

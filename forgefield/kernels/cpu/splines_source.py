@@ -1,7 +1,8 @@
 """C code of radial splines: weights of pairs, read from a table of B-spline coefficients, and all derivatives.
 
 A table has `n_intervals` equal intervals between 0 and 1 and `n_intervals + DEGREE` rows; a length in interval i reads the rows
-i to i + DEGREE. Where pairs are of several kinds, the table has as many rows for each of them. Everything beyond 1 is zero. Tables, lengths and sums are double; weights and their gradients are `real`.
+i to i + DEGREE. Where pairs are of several kinds, the table has as many rows for each of them. Everything beyond 1 is
+zero. Tables, lengths and sums are double; weights and their gradients are `real`.
 Columns are processed in blocks that stay in the cache. A pair, or for sums over pairs a column, belongs to one thread, so that
 results do not depend on the number of threads.
 """
@@ -68,8 +69,9 @@ _HEAD = f"""
 
 _PASSES = """
 #define RESULTS(NAME, PLACE, FACTOR) \\
-void NAME(const double *restrict x, const double *restrict a, const double *restrict table, const int64_t *restrict kinds, int64_t n_pairs, \\
-          int64_t n, int64_t n_rows, int64_t columns, real *restrict out, int threads) { \\
+void NAME(const double *restrict x, const double *restrict a, const double *restrict table, \\
+          const int64_t *restrict kinds, int64_t n_pairs, int64_t n, int64_t n_rows, int64_t columns, real *restrict out, \\
+          int threads) { \\
     _Pragma("omp parallel for num_threads(threads) schedule(dynamic, 1)") \\
     for (int64_t first = 0; first < n_pairs; first += PAIRS) { \\
         const int64_t last = MIN(first + PAIRS, n_pairs); \\
@@ -92,8 +94,9 @@ RESULTS(values, place0, 1.0)
 RESULTS(slopes, place1, a[pair])
 
 #define DOTS(NAME, PLACE) \\
-void NAME(const double *restrict x, const real *restrict all_g, const double *restrict table, const int64_t *restrict kinds, int64_t n_pairs, \\
-          int64_t n, int64_t n_rows, int64_t columns, double *restrict out, int threads) { \\
+void NAME(const double *restrict x, const real *restrict all_g, const double *restrict table, \\
+          const int64_t *restrict kinds, int64_t n_pairs, int64_t n, int64_t n_rows, int64_t columns, double *restrict out, \\
+          int threads) { \\
     _Pragma("omp parallel for num_threads(threads) schedule(dynamic, 1)") \\
     for (int64_t first = 0; first < n_pairs; first += PAIRS) { \\
         const int64_t last = MIN(first + PAIRS, n_pairs); \\
@@ -118,8 +121,9 @@ DOTS(first_dots, place1)
 DOTS(second_dots, place2)
 
 #define SUMS(NAME, PLACE, FACTOR) \\
-void NAME(const double *restrict x, const double *restrict a, const real *restrict all_g, const int64_t *restrict kinds, int64_t n_pairs, \\
-          int64_t n, int64_t n_rows, int64_t columns, double *restrict out, int threads) { \\
+void NAME(const double *restrict x, const double *restrict a, const real *restrict all_g, \\
+          const int64_t *restrict kinds, int64_t n_pairs, int64_t n, int64_t n_rows, int64_t columns, double *restrict out, \\
+          int threads) { \\
     _Pragma("omp parallel for num_threads(threads) schedule(dynamic, 1)") \\
     for (int64_t begin = 0; begin < columns; begin += COLUMNS) { \\
         const int64_t end = MIN(begin + COLUMNS, columns); \\

@@ -48,8 +48,8 @@ _SHORTEST = 1e-8
 
 
 class FirstStage(NamedTuple):
-    """tensor_weights: (n_edges, tensor weights). sums: (n_edges, n), the first product of all latents and of the readout, as far
-    as it reads the first features. environment: (components, n_atoms, channels), not normalised."""
+    """tensor_weights: (n_edges, tensor weights). sums: (n_edges, n), the products of the first features with the matrices of
+    all latents and of the readout. environment: (components, n_atoms, channels), not normalised."""
 
     tensor_weights: Tensor
     sums: Tensor
@@ -400,7 +400,8 @@ class Dense(Perceptron):
 
     def before_last(self, x: Tensor) -> tuple[Tensor, Tensor]:
         """The input of the last matrix, and that matrix."""
-        return (x, self.matrix(0).to(x.dtype)) if len(self.weights) == 1 else self.after_first(product(x, self.matrix(0).to(x.dtype)))
+        first = self.matrix(0).to(x.dtype)
+        return (x, first) if len(self.weights) == 1 else self.after_first(product(x, first))
 
     def after_first(self, x: Tensor) -> tuple[Tensor, Tensor]:
         """As `before_last`, from the product with the first matrix on; the identity for a single layer."""

@@ -58,9 +58,7 @@ def radial_splines(model: NequIP, n_intervals: int) -> list[Tensor]:
     hidden = model.radial_hidden(basis)
     networks = [layer.radial for layer in model.layers]
     parts = cut(coefficients(join(hidden, 1)), [part.shape[1] for part in hidden], 1)
-    return [
-        part @ (network.weights[-1].double() * network.scales[-1]) for part, network in zip(parts, networks)
-    ]
+    return [part @ (network.weights[-1].double() * network.scales[-1]) for part, network in zip(parts, networks)]
 
 
 def _basis_at_knots(model: NequIP, n_intervals: int) -> Tensor:

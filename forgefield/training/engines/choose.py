@@ -86,7 +86,7 @@ class Choice:
     def __str__(self) -> str:
         inner = f" of the {self.captured} step" if self.captured else ""
         form = "generated kernels" if self.derivative == "kernels" else f"{self.derivative} derivative"
-        code = ", convolutions in C" if self.c_code else ""
+        code = ("", ", convolutions in C", ", C code")[self.c_code]
         return f"{self.name}{inner}, {form}{code}"
 
 

@@ -172,10 +172,8 @@ class StepFunction:
     @contextmanager
     def _kernels(self, storage: str) -> Iterator[None]:
         enabled = self.derivative == "kernels"
-        with (
-            execution(kernels=enabled, knots=self.knots, storage=storage, c_code=self.c_code if self.may_use_c_code else C_NONE),
-            self.edge_setting(),
-        ):
+        c_code = self.c_code if self.may_use_c_code else C_NONE
+        with execution(kernels=enabled, knots=self.knots, storage=storage, c_code=c_code), self.edge_setting():
             yield
 
     def edge_setting(self) -> AbstractContextManager[object]:
