@@ -103,8 +103,9 @@ class ScalingOptions:
 
     inputs: str = option("feature-wise-standard", choices=SCALINGS)
     """Scaling of the descriptors."""
-    outputs: str = option("minmax", choices=SCALINGS)
-    """Scaling of the targets."""
+    outputs: str | None = option(None, choices=SCALINGS)
+    """Scaling of the targets. Default: feature-wise-standard, so that all levels count alike; minmax for a network with
+    model.output_activation, whose outputs may not be negative."""
 
 
 @dataclass

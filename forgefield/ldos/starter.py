@@ -88,7 +88,7 @@ def _config(snapshots: Sequence[Snapshot], *, is_here: bool, name: str) -> tuple
     points: dict[str, Any] = {
         "target": "ldos",
         "energies": {"first": None, "spacing": None, "levels": snapshots[0].n_targets},
-        "scaling": {"inputs": "feature-wise-standard", "outputs": "minmax"},
+        "scaling": {"inputs": "feature-wise-standard", "outputs": "feature-wise-standard"},
     }
     if descriptors is not None:
         points["descriptors"] = descriptors

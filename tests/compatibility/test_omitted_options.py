@@ -13,6 +13,7 @@ from forgefield.data.sampling.batching import default_frames
 from forgefield.data.starter import propose_config
 from forgefield.formats import VERSION
 from tests.support.helpers import tiny_config
+from tests.support.snapshots import point_config
 from tests.support.train_many import train_only
 
 
@@ -56,3 +57,23 @@ def test_a_run_of_an_earlier_version_keeps_the_defaults_that_it_began_with(tmp_p
     resumed = train_only(without_batch_and_task(config))
     assert resumed.info["defaults"] == {"frames": 8, "stress": False}
     assert resumed.metrics() == reference
+
+
+@pytest.mark.parametrize(("activation", "kind"), [(None, "feature-wise-standard"), ("relu", "minmax")])
+def test_targets_are_scaled_per_level_unless_outputs_may_not_be_negative(
+    tmp_path: Path, activation: str | None, kind: str
+) -> None:
+    config = point_config(tmp_path, trainer={"max_epochs": 1})
+    run = train_only({**config, "model": {**config["model"], "output_activation": activation}})
+    assert run.info["model"]["points"]["outputs"]["kind"] == kind
+
+
+def test_a_run_that_began_with_another_default_keeps_its_scaling(tmp_path: Path) -> None:
+    config = point_config(tmp_path)
+    earlier = {**config["data"]["points"], "scaling": {"outputs": "minmax"}}
+    run = train_only(point_config(tmp_path, data={"points": earlier}, trainer={"max_epochs": 1}))
+    resumed = train_only(point_config(tmp_path, trainer={"max_epochs": 2}))
+    assert resumed.path == run.path
+    assert resumed.info["model"]["points"]["outputs"]["kind"] == "minmax"
+    straight = train_only(point_config(tmp_path, name="straight", data={"points": earlier}, trainer={"max_epochs": 2}))
+    assert resumed.metrics() == straight.metrics()

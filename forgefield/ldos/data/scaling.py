@@ -9,7 +9,7 @@ scaled = (value - shift) / scale. `standard` has mean 0 and standard deviation 1
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from functools import reduce
 from typing import Any
@@ -184,6 +184,15 @@ def _count_bad(snapshot: Snapshot, side: str) -> tuple[np.ndarray, int]:
 KINDS = ("none", "standard", "minmax", "feature-wise-standard", "feature-wise-minmax")
 _ALIASES = {"normal": "minmax", "feature-wise-normal": "feature-wise-minmax"}
 """Older names in MALA."""
+
+
+def default_output_scaling(model: Mapping[str, Any]) -> str:
+    """Scaling of the targets where `data.points.scaling.outputs` is left out. model: section `model` of the config.
+
+    Per level, because levels differ by orders of magnitude: with one scale for all, the largest ones dominate the loss. Not
+    with an output activation, because half of the standardised values are negative.
+    """
+    return "feature-wise-standard" if model.get("output_activation") is None else "minmax"
 
 
 def check_scaling_kind(name: object, setting: str = "data.points.scaling") -> str:

@@ -108,7 +108,8 @@ def read_rows(table: PointTable, start: int, n: int) -> tuple[np.ndarray, np.nda
 
 
 class PointData:
-    """options: the config's `data` section. seed: orders points and draws splits."""
+    """options: the config's `data` section. seed: orders points and draws splits. output_scaling: kind of the scaling of the
+    targets."""
 
     train: PointSplit
     val: PointSplit | None
@@ -117,8 +118,9 @@ class PointData:
     outputs: Scaling
     location: str = "memory"
 
-    def __init__(self, options: DataOptions, seed: int, ranks: Ranks) -> None:
+    def __init__(self, options: DataOptions, seed: int, ranks: Ranks, *, output_scaling: str) -> None:
         assert options.points is not None, "samples are points"
+        self.output_scaling = output_scaling
         self.options, self.points, self.seed, self.ranks = options, options.points, int(seed), ranks
         self.batch = int(options.batch.points or DEFAULT_POINTS)
 
@@ -167,15 +169,15 @@ class PointData:
 
     def measure(self) -> None:
         """Compute the scalings of the training points; every rank reads some of them."""
-        ranks, scaling = self.ranks, self.points.scaling
+        ranks = self.ranks
         rank_moments = measure_points(
             self.train.table, self.train.selection, rank=ranks.rank, world_size=ranks.world_size
         )
         moments = PointMoments.merged(ranks.all_gather(rank_moments))
         assert moments.inputs is not None
         assert moments.targets is not None
-        self.inputs = Scaling.of(scaling.inputs, moments.inputs, "data.points.scaling.inputs")
-        self.outputs = Scaling.of(scaling.outputs, moments.targets, "data.points.scaling.outputs")
+        self.inputs = Scaling.of(self.points.scaling.inputs, moments.inputs, "data.points.scaling.inputs")
+        self.outputs = Scaling.of(self.output_scaling, moments.targets, "data.points.scaling.outputs")
         self.spread = {"targets": float(moments.targets.over_all().std[0])}
 
     @property

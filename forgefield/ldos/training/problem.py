@@ -13,6 +13,7 @@ from torch import Tensor
 from forgefield.config.trust import CONFIG
 from forgefield.errors import ForgefieldError
 from forgefield.ldos.data import PointTable, Scaling
+from forgefield.ldos.data.scaling import default_output_scaling
 from forgefield.ldos.data.snapshot import calculation_facts, copy_pseudopotentials
 from forgefield.ldos.descriptors import DescriptorOptions, require_fitting
 from forgefield.ldos.electronic.energy_grid import EnergyGrid
@@ -62,7 +63,7 @@ class PointsProblem(Problem):
 
     def prepare(self) -> None:
         config, ranks = self.config, self.session.ranks
-        self.data = PointData(config.data, config.seed, ranks)
+        self.data = PointData(config.data, config.seed, ranks, output_scaling=self._output_scaling())
         self.data.prepare()
         table = self.data.train.table
         self.task = point_task(config, table.n_targets)
@@ -86,6 +87,13 @@ class PointsProblem(Problem):
         self._select_observables()
         self._require_complete_snapshots()
         self._block_size()
+
+    def _output_scaling(self) -> str:
+        """Kind of the scaling of targets. A run that has begun keeps its own when the default changes."""
+        kind, ranks = self.config.points.scaling.outputs, self.session.ranks
+        if kind is None and ranks.is_rank_zero and self.has_begun:
+            kind = str(self.run.info["model"]["points"]["outputs"]["kind"])
+        return ranks.broadcast(kind or default_output_scaling(self.config.model))
 
     def _facts(self) -> PointFacts:
         points = self.config.points

@@ -20,6 +20,8 @@ from forgefield.settings import Config
 from forgefield.training.run.journal import Journal
 from forgefield.training.run.owner import OWNER, training_process
 
+KEPT = ("data.points.scaling.outputs",)
+"""Settings whose default has changed: where a config leaves them out, a run keeps the value with which it began."""
 LOCK = ".lock"
 """Name of the file that is locked while a run is trained."""
 
@@ -133,7 +135,7 @@ def compare_with_stored_config(
         )
     if not has_begun(run):
         return []
-    changes = config_diff(run.config, config)
+    changes = [change for change in config_diff(run.config, config) if change.key not in KEPT or change.new is not None]
     before, now = world_sizes
     frames = run.info.get("defaults", {}).get("frames")
     defaults = {"data.batch.frames": frames, "data.batch.points": DEFAULT_POINTS}
