@@ -56,6 +56,10 @@ class CEnvironment:
         )
         arguments = [*(by_name.get(key) for key in INPUTS), *(outputs.get(key) for key in OUTPUTS)]
         call(function, *arguments, self.edges.pointers, n_atoms, channels)
+        n_edges = int(self.edges.pointers[-1])
+        if n_edges < w.shape[0]:  # edges that belong to no atom
+            for name in outputs.keys() - {"out"}:
+                outputs[name][n_edges:] = 0
         return outputs["out" if "out" in outputs else "to_p"] if order == 0 else tuple(outputs.values())
 
 

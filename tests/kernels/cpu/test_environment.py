@@ -71,6 +71,18 @@ def test_results_do_not_depend_on_the_number_of_threads():
         assert torch.equal(one, three)
 
 
+def test_edges_that_belong_to_no_atom_get_zero():
+    graph, (y, w, _, rows) = graph_of(), inputs_of(graph_of(), 1, False)
+    pointers = graph.by_destination.pointers.clamp(max=40)
+    shorter = EdgeGraph(graph.source, graph.destination, graph.n_atoms, pointers=pointers)
+    w.requires_grad_()
+    harmonics = WeightedHarmonics(y, shorter, None)
+    projected = harmonics.project(rows, w)
+    (to_w,) = torch.autograd.grad(projected.square().sum() + harmonics.summed(w, shared=False).sum(), w)
+    assert bool((projected[40:] == 0).all() and (to_w[40:] == 0).all())
+    assert bool((projected[:40] != 0).all() and (to_w[:40] != 0).all())
+
+
 def test_harmonics_get_no_gradient_once_the_switch_is_off():
     graph = graph_of()
     y, w, *_ = (value.requires_grad_() for value in inputs_of(graph, 1, False))
