@@ -9,11 +9,11 @@ FOLDER holds the files of the set: rmd17_<molecule>_train_01.npz and rmd17_<mole
 test_300K.xyz (test_600K.xyz and test_1200K.xyz are used if they are there); <element>_train.xyz and <element>_test.xyz; data_0
 to data_3 of DeePMD-kit's water example.
 
-The settings are those of `forgefield init --accurate`, the same for every molecule, element and seed. They were chosen with
-benchmarks/recipes.py on parts of training files; test frames are evaluated once, after a training. A finished training is not
-repeated, an interrupted one is resumed. --model selects the architecture, --ensemble the number of models whose predictions
-are averaged, --at-once how many trainings run at the same time; `key=value` overrides the config. --log FILE also writes the
-table to a file, --figure FILE draws it.
+The settings are those of `forgefield init --accurate`, the same for every molecule, element and seed. Model, learning rate and
+forces weight were chosen with benchmarks/recipes.py on parts of training files; test frames are evaluated once, at the end. A
+finished training is not repeated, an interrupted one is resumed. --model selects the architecture, --ensemble the number of
+models whose predictions are averaged, --at-once how many trainings run at the same time; `key=value` overrides the config.
+--log FILE also writes the table to a file, --figure FILE draws it.
 """
 
 from __future__ import annotations
@@ -354,20 +354,22 @@ def device_name() -> str:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("set", choices=SETS)
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("set", choices=SETS, help="data set")
     parser.add_argument("--data", type=Path, required=True, help="folder of the data set")
     parser.add_argument("--only", default="", help="molecules or elements, separated by commas; default: two or three")
-    parser.add_argument("--frames", type=int, default=50, help="rMD17: number of training frames")
-    parser.add_argument("--model", choices=MODELS, default="mace")
-    parser.add_argument("--seeds", default="1", help="separated by commas")
+    parser.add_argument(
+        "--frames", type=int, default=50, help="rMD17: number of training frames, up to 950; default: 50"
+    )
+    parser.add_argument("--model", choices=MODELS, default="mace", help="default: mace")
+    parser.add_argument("--seeds", default="1", help="separated by commas; default: 1")
     parser.add_argument("--ensemble", type=int, default=1, help="models whose predictions are averaged")
     parser.add_argument("--at-once", type=int, default=1, help="trainings at the same time")
-    parser.add_argument("--out", type=Path, default=Path("runs/accuracy"))
+    parser.add_argument("--out", type=Path, default=Path("runs/accuracy"), help="folder of the runs")
     parser.add_argument("--log", type=Path, help="also write the table to this file")
     parser.add_argument("--figure", type=Path, help="draw the errors of forces, as PNG or SVG")
     parser.add_argument("--job", help=argparse.SUPPRESS)  # CASE:SEED, in a process of its own
-    parser.add_argument("overrides", nargs="*", help="key=value")
+    parser.add_argument("overrides", nargs="*", help="key=value settings of the config")
     arguments = parser.parse_intermixed_args()
     cases = SETS[arguments.set](arguments.data, [name for name in arguments.only.split(",") if name], arguments.frames)
     seeds = [int(seed) for seed in arguments.seeds.split(",")]

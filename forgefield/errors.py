@@ -1,4 +1,4 @@
-"""The one exception a user is meant to read: a plain sentence that says what is wrong and what to do."""
+"""The exception whose message users read: a plain sentence that says what is wrong and what to do."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import re
 
 
 class ForgefieldError(Exception):
-    """Something the user can mend. The message names the place (file, key, frame) and what would be right."""
+    """An error that the user can fix. The message says where it is (file, key, frame) and what would be right."""
 
 
 class SourceUnreadable(ForgefieldError):

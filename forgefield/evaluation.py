@@ -35,6 +35,7 @@ from forgefield.data.sampling.loader import FrameLoader
 from forgefield.data.sampling.plan import Budget
 from forgefield.data.species import SpeciesTable
 from forgefield.data.splits import is_lazy
+from forgefield.data.transforms import frame_transform
 from forgefield.errors import ForgefieldError
 from forgefield.files import write_atomically, written_atomically
 from forgefield.inference.evaluate import evaluate_batches, join_in_order, per_atom_outputs
@@ -58,6 +59,7 @@ from forgefield.tasks.classes import auroc
 from forgefield.tasks.metrics import ErrorMetrics
 from forgefield.tasks.targets import LABELS
 from forgefield.training.fit import TrainingResult, code_after
+from forgefield.training.options import measures_maxima
 from forgefield.training.problem.preflight import require_same_data
 from forgefield.training.run.journal import Journal, with_progress
 from forgefield.training.run.signals import StopControl, StopNow
@@ -189,7 +191,13 @@ def test_frames(
     labels, units = label_settings(options.labels), unit_settings(options.units)
     reader = LabelReader(labels, units)
     frames = read_table(
-        with_type_map(data, run.type_map), labels, units, lazy=is_lazy(options), required=labels_required, reader=reader
+        with_type_map(data, run.type_map, run.type_names),
+        labels,
+        units,
+        lazy=is_lazy(options),
+        required=labels_required,
+        reader=reader,
+        transform=frame_transform(options.transforms, run.trust),
     )
     require_same_data(frames.fingerprint, ranks)
     dataset = GraphDataset(frames, SpeciesTable(run.species, trained=True), run.graph)
@@ -310,7 +318,10 @@ def _errors(run: Run, names: tuple[str, ...], arrays: dict[str, np.ndarray]) -> 
     classes = {name: values for name, values in run.classes.items() if name in names}
     uncounted = {name: excluded_species(run.info["model"]) for name in ("energy", "forces", "virial")}
     uncounted |= {name: head.get("uncounted") or () for name, head in run.heads.items()}
-    metrics = ErrorMetrics(names, run.species, classes=classes, extensive=run.extensive, uncounted=uncounted)
+    maxima = measures_maxima(run.config.training)
+    metrics = ErrorMetrics(
+        names, run.species, classes=classes, extensive=run.extensive, uncounted=uncounted, maxima=maxima
+    )
     tensors = {
         key: torch.from_numpy(np.ascontiguousarray(value)) for key, value in arrays.items() if value.dtype.kind != "U"
     }

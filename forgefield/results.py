@@ -64,7 +64,7 @@ class Errors(dict[str, float]):
 
     def _unit(self, metric: str) -> str:
         quantity, _, kind = metric.partition("/")[0].rpartition("_")
-        return self.units.get(quantity, "") if kind in ("mae", "rmse") else ""
+        return self.units.get(quantity, "") if kind in ("mae", "rmse", "max") else ""
 
     def __repr__(self) -> str:
         rows = self._rows()

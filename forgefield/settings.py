@@ -41,12 +41,12 @@ class Config:
     LARGE) sets options that are not given. {from: RUN, which: best, shifts: keep} starts from the model of a run; shifts: fit
     adapts its energy shifts to the new data."""
     task: TaskOptions | None = None
-    """Targets of the training. Default (null): energy, forces and stress, those that the data has; with stress, the weights of
-    forces and stress are 10 and 100."""
+    """Targets of the training. Default (null): those of energy, forces and stress that the data has; with stress, their weights
+    are 1, 10 and 100."""
     training: TrainingOptions = field(default_factory=TrainingOptions)
     """How the model is trained."""
     trainer: dict[str, Any] = field(default_factory=dict)
-    """Any argument of `lightning.Trainer`."""
+    """Any argument of `lightning.Trainer`. Without `max_epochs` and `max_steps`, a training has 100 epochs."""
     callbacks: list[Any] = field(default_factory=list)
     """Callbacks: Forgefield's by name (gradient_check, training_helper, ...), any Lightning callback by its import path; with
     arguments: {name: gradient_check, policy: skip}."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import sys
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
@@ -21,6 +22,13 @@ def can_redraw(console: Console) -> bool:
         return True
     in_notebook = os.environ.get("TERM") == "xterm-color" and os.environ.get("GIT_PAGER") == "cat"  # set by ipykernel
     return console.file.isatty() and not in_notebook
+
+
+def notebook_cell() -> int | None:
+    """Number of the cell of a notebook that is being executed."""
+    ipython = sys.modules.get("IPython")
+    shell = ipython.get_ipython() if ipython is not None else None
+    return shell.execution_count if shell is not None else None
 
 
 def counted(n: int, noun: str) -> str:

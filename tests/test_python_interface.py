@@ -142,11 +142,13 @@ def test_a_notebook_has_one_line_of_progress_and_the_results(run, tmp_path):
     nbformat = pytest.importorskip("nbformat")
     settings = config(tmp_path, train=str(run.config.data.train))
     settings["trainer"] = {"max_epochs": 20}
-    notebook = nbformat.v4.new_notebook(cells=[nbformat.v4.new_code_cell(NOTEBOOK.replace("CONFIG", repr(settings)))])
+    cells = [nbformat.v4.new_code_cell(text) for text in (NOTEBOOK.replace("CONFIG", repr(settings)), "run")]
+    notebook = nbformat.v4.new_notebook(cells=cells)
     nbclient.NotebookClient(notebook, timeout=120, resources={"metadata": {"path": str(tmp_path)}}).execute()
     outputs = notebook.cells[0].outputs
     texts = [output["text"] if "text" in output else output["data"].get("text/plain", "") for output in outputs]
     assert sum("epoch 20/20" in text for text in texts) == 1
     assert not any("epoch 3/20" in text for text in texts), "earlier states are replaced"
     assert sum(" Result " in text for text in texts) == 1
-    assert "Forces, MAE" in outputs[-1]["data"]["text/html"]
+    assert "text/html" not in outputs[-1]["data"], "the errors are in the same cell already"
+    assert "Forces, MAE" in notebook.cells[1].outputs[0]["data"]["text/html"]

@@ -188,6 +188,7 @@ def predict(
             model_devi=model_devi,
             as_labels=as_labels,
             type_map=run.type_map,
+            type_names=run.type_names,
             notify=notify,
         )
         return list(iread(file, index=":")) if out is None else written

@@ -67,6 +67,8 @@ def train(
         raise ForgefieldError(
             f"The training in several processes ended with exit code {fitted.exit_code}; see the messages above."
         )
+    if fitted.outcome == "finished":
+        fitted.run.results_are_printed()
     return fitted.run
 
 

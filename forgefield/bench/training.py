@@ -30,6 +30,7 @@ from forgefield.bench.options import process_slots
 from forgefield.bench.timer import Measurement, StepTimer
 from forgefield.config.loading import load_config
 from forgefield.data.options import DataOptions
+from forgefield.data.paths import is_named
 from forgefield.data.sampling.batching import training_budget
 from forgefield.parallel.ranks import Ranks
 from forgefield.settings import Config
@@ -87,9 +88,11 @@ def measured_config(config: Config, *, steps: int, warmup: int, folder: Path) ->
     """The same training, except for what is not part of a step. It ends when enough has been measured."""
     changed = copy.deepcopy(config)
     changed.name, changed.out = "bench", str(folder / "runs")
-    if isinstance(changed.data.val, (str, list)):  # separate files, not frames taken from the training data
+    if isinstance(changed.data.val, (str, list)) or is_named(
+        changed.data.val
+    ):  # separate files, not frames taken from the training data
         changed.data.val = 0
-    if isinstance(changed.data.test, (str, list)):
+    if isinstance(changed.data.test, (str, list)) or is_named(changed.data.test):
         changed.data.test = 0
     training = changed.training
     training.tensorboard, training.early_stopping, training.monitor = 0, None, "train/loss"

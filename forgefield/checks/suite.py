@@ -31,6 +31,7 @@ from forgefield.data.neighbours.graph import graph_of
 from forgefield.data.reading import read_table
 from forgefield.data.species import SpeciesTable
 from forgefield.data.store.table import FrameTable
+from forgefield.data.transforms import frame_transform
 from forgefield.errors import ForgefieldError
 from forgefield.ldos.options import require_frames
 from forgefield.models.building import build_model
@@ -76,7 +77,8 @@ class Subject:
         if source is None:
             raise ForgefieldError(f"Run {run.name} has no record of its training data; name a file with --data FILE.")
         potential = run.load_potential(which, head=head)
-        frames = read_table(source, config.data.labels, config.data.units, required=False)
+        transform = frame_transform(config.data.transforms, run.trust)
+        frames = read_table(source, config.data.labels, config.data.units, required=False, transform=transform)
         return cls(potential, frames, run.info["model"], _knots(config))
 
     @classmethod
@@ -101,7 +103,8 @@ class Subject:
             potential = build_model(resolved, precision="float64", seed=config.seed, trust=CONFIG)
         frames = problem.data.train.frames
         if data is not None:
-            frames = read_table(data, config.data.labels, config.data.units, required=False)
+            transform = frame_transform(config.data.transforms, CONFIG)
+            frames = read_table(data, config.data.labels, config.data.units, required=False, transform=transform)
         return cls(potential, frames, resolved, knots)
 
     def check(self, frames: Sequence[Frame], generator: np.random.Generator) -> list[CheckResult]:

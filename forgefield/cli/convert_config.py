@@ -28,13 +28,19 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="input of DeePMD-kit (.json, .yaml) or config of NequIP or Allegro (.yaml)",
     )
     parser.add_argument("-o", "--out", metavar="FILE", type=Path, help="config to write (default: print it)")
+    parser.add_argument(
+        "--species",
+        nargs="+",
+        metavar="SYMBOL",
+        help="DeePMD-kit: elements of the atom types, in order, if their names do not tell them",
+    )
     parser.add_argument("--force", action="store_true", help="overwrite the config if it exists")
 
 
 def run(args: argparse.Namespace) -> int:
     from forgefield.config.converting import convert_input
 
-    text = convert_input(args.input, args.out, overwrite=args.force)
+    text = convert_input(args.input, args.out, overwrite=args.force, species=args.species)
     if args.out is None:
         sys.stdout.write(text)
     else:

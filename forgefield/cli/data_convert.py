@@ -1,6 +1,6 @@
 """Convert data of any format to a store or to a structure file.
 
-A store is a memory-mapped folder of columns with hashes: it may be larger than memory, and trainings start quickly. With
+A store is a folder of columns with hashes: it may be larger than memory, and trainings start quickly. With
 --cutoff it also holds neighbour lists. A name that ends in .extxyz, .xyz, .traj or .db is written as such a file instead;
 reading an .extxyz again gives exactly the same frames. Everything is in eV and A.
 

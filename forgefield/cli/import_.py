@@ -41,7 +41,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--species",
         nargs="+",
         metavar="SYMBOL",
-        help="ase: chemical elements it supports; nequip, allegro: elements of the types, in order, if their names are others",
+        help="ase: chemical elements it supports; nequip, allegro, deepmd: elements of the types, in order, if their names "
+        "are others",
     )
     parser.add_argument("--head", metavar="NAME", help="deepmd: which model of a checkpoint with several")
     parser.add_argument(

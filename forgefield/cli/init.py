@@ -1,7 +1,7 @@
 """Write a commented config for your data: species, cutoff, batch size, labels and length of the run filled in.
 
-Data without energies and forces give a config for the properties and classes that they have; snapshots of grid points one for
-an LDOS network.
+For data without energies and forces, the config is for the properties and classes in it; for snapshots of grid points, it is
+for an LDOS network.
 """
 
 from __future__ import annotations
@@ -22,7 +22,6 @@ examples:
   forgefield init band-gaps.extxyz                               properties and classes instead of energies
   forgefield init water/data_0 water/data_1 -o water.yaml        systems of DeePMD-kit
   forgefield init Be_snapshot*.in.npy -o be.yaml                 snapshots of the LDOS
-  forgefield init be/                                            snapshots of grid points (MALA)
 """
 
 

@@ -2,6 +2,13 @@
 
 The loop ends when no explored structure is more uncertain than the threshold. Run the same command again to resume it, also
 after kill -9; no label is computed twice.
+
+A loop.yaml:
+
+  config: train.yaml     # what forgefield train takes
+  explore: {structures: starts.extxyz, temperatures: [300, 900], ps: 2, threshold: 0.1}
+  select: {frames: 20}
+  label: {calculator: ase.calculators.emt.EMT}
 """
 
 from __future__ import annotations
@@ -16,12 +23,6 @@ EXAMPLES = """\
 examples:
   forgefield learn loop.yaml
   forgefield learn loop.yaml iterations=20 explore.temperatures=[300,600]
-
-a loop.yaml:
-  config: train.yaml                   # what forgefield train takes
-  explore: {structures: starts.extxyz, temperatures: [300, 900], ps: 2, threshold: 0.1}
-  select: {frames: 20}
-  label: {calculator: ase.calculators.emt.EMT}
 """
 
 

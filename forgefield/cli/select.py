@@ -27,8 +27,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--by",
         choices=("uncertainty", "distance", "both"),
         default="both",
-        help="the most uncertain structures, those that cover feature space, or the second among the 10 N most uncertain "
-        "(default: both)",
+        help="the most uncertain structures, those that cover feature space, or those that cover it among the 10 N most "
+        "uncertain (default: both)",
     )
     parser.add_argument(
         "--method",

@@ -12,7 +12,6 @@ from typing import TYPE_CHECKING
 from forgefield.cli.arguments import READING, add_overrides, add_run_arguments, device_name, is_override, refuse_files
 from forgefield.cli.importing import for_good
 from forgefield.errors import ForgefieldError
-from forgefield.text import counted
 
 if TYPE_CHECKING:
     from forgefield.parallel.ranks import Ranks
@@ -25,7 +24,7 @@ OF_POINTS = ("data.test", "data.points.units", "data.points.pseudopotentials", "
 EXAMPLES = """\
 examples:
   forgefield test runs/water --data test.extxyz
-  forgefield test runs/water --which last            # on the data.test of its config
+  forgefield test runs/water --which last            on the data.test of its config
   forgefield test water --data a.extxyz b.extxyz --which last
   forgefield test ethanol --data test.npz data.units.energy=kcal/mol
   forgefield test water data.batch.frames=4 'data.test={300K: a.xyz, 600K: b.xyz}'
@@ -111,4 +110,4 @@ def _run(args: argparse.Namespace, ranks: Ranks) -> int:
 
 def _sources(source: object) -> str:
     sources = [str(each) for each in source] if isinstance(source, list) else [str(source)]
-    return f"{counted(len(sources), 'source')}: {', '.join(sources)}"
+    return sources[0] if len(sources) == 1 else f"{len(sources)} sources: {', '.join(sources)}"

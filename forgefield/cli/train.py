@@ -110,7 +110,7 @@ def _run(args: argparse.Namespace, ranks: Ranks) -> int:
         loaded = load_config(config, overrides, trust_code=args.trust_code)
         require_training_data(loaded, config)
         if ranks.is_rank_zero:
-            _print_notes(config)
+            _print_notes(config, overrides)
     return api.train_with_outcome(
         loaded, fresh=args.fresh, log=args.log, log_mode=args.log_mode, trust_code=args.trust_code
     ).exit_code
@@ -140,15 +140,16 @@ def _require_config_file(args: argparse.Namespace) -> None:
         read_text(config)
 
 
-def _print_notes(config: Path) -> None:
+def _print_notes(config: Path, overrides: list[str]) -> None:
     """Print how keys of an input of DeePMD-kit or NequIP that do not correspond to a setting are treated."""
     from forgefield.config.deepmd import is_deepmd_input, read_input, translation
+    from forgefield.config.loading import given_species
     from forgefield.config.nequip import is_nequip_config, nequip_translation
 
     content = read_input(config)
     notes: dict[str, str] = {}
     if is_deepmd_input(content):
-        notes = translation(content, config).notes
+        notes = translation(content, config, given_species(overrides)).notes
     elif is_nequip_config(content):
         notes = nequip_translation(content, config).notes
     for key, text in notes.items():

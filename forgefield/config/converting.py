@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from forgefield.config.deepmd import is_deepmd_input, read_input, translation
@@ -17,10 +17,13 @@ _MACE = {"r_max", "train_file", "E0s", "max_num_epochs"}
 """Keys that a config of MACE has at its top."""
 
 
-def convert_input(file: Path, out: Path | None = None, *, overwrite: bool = False) -> str:
+def convert_input(
+    file: Path, out: Path | None = None, *, overwrite: bool = False, species: Sequence[str] | None = None
+) -> str:
     """The config of an input of DeePMD-kit, NequIP or Allegro as commented YAML, which is written to `out` if that is a path.
 
-    Relative paths remain as they are if they are valid for the config, and become absolute otherwise.
+    Relative paths remain as they are if they are valid for the config, and become absolute otherwise. species: elements of the
+    atom types of an input of DeePMD-kit, in their order, if their names do not tell them.
     """
     if out is not None:
         require_config_path(out, overwrite=overwrite)
@@ -30,7 +33,7 @@ def convert_input(file: Path, out: Path | None = None, *, overwrite: bool = Fals
         sets.append("test")
         kind = "a config of NequIP"
     elif is_deepmd_input(content):
-        translated, comments = translation(content, file), DEEPMD_COMMENTS
+        translated, comments = translation(content, file, species), DEEPMD_COMMENTS
         kind = "an input of DeePMD-kit"
     elif isinstance(content, Mapping) and _MACE & set(content):
         raise ForgefieldError(
@@ -43,7 +46,7 @@ def convert_input(file: Path, out: Path | None = None, *, overwrite: bool = Fals
             f"{file} is not an input of DeePMD-kit, which has the sections 'training' and 'model' with a type_map, nor of "
             "NequIP, which has 'data', 'trainer' and 'training_module'."
         )
-    checked = load_config(file)
+    checked = load_config(file, [f"data.species=[{','.join(species)}]"] if species else [])
     values = translated.config
     folders = {path.absolute().parent for path in (file, out or file)} | {Path.cwd()}
     if len(folders) > 1:

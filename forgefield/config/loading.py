@@ -95,7 +95,7 @@ def load_config(
     may name code only where `trust_code` allows it, and modules next to it are not imported.
     """
     register_resolvers()
-    sources, content, folder = _read(source)
+    sources, content, folder = _read(source, overrides)
     composed = _compose(content, list(overrides), sources, folder)
     of_run = sources.main is not None and (folder / "run.json").exists()
     if of_run:
@@ -160,7 +160,7 @@ def preset_path(name: str) -> Path:
 # --- reading and composing
 
 
-def _read(source: Source | None) -> tuple[Sources, dict[str, Any], Path]:
+def _read(source: Source | None, overrides: Sequence[str]) -> tuple[Sources, dict[str, Any], Path]:
     """Locations of the keys, content and folder of a source."""
     if source is None:
         return Sources(), {}, Path.cwd()
@@ -168,7 +168,11 @@ def _read(source: Source | None) -> tuple[Sources, dict[str, Any], Path]:
         path = Path(source).expanduser()
         content = read_input(path)
         if is_deepmd_input(content):
-            return Sources(main=path, translated=True), translate(content, path), path.absolute().parent
+            return (
+                Sources(main=path, translated=True),
+                translate(content, path, given_species(overrides)),
+                path.absolute().parent,
+            )
         if is_nequip_config(content):
             config = nequip_translation(content, path).config
             return Sources(main=path, translated=True), config, path.absolute().parent
@@ -185,6 +189,12 @@ def _read(source: Source | None) -> tuple[Sources, dict[str, Any], Path]:
         raise ForgefieldError(f"a config must be a file, a mapping or a loaded config, not a {type(source).__name__}.")
     content = {str(key): as_written(value) if key == "task" else value for key, value in values.items()}
     return Sources(), content, Path.cwd()
+
+
+def given_species(overrides: Sequence[str]) -> list[str] | None:
+    """The value of the override `data.species`: elements of the atom types of an input of DeePMD-kit."""
+    values = [item.value() for item in _parse(overrides) if item.key_or_group == "data.species"]
+    return [str(symbol) for symbol in values[-1]] if values and isinstance(values[-1], list) else None
 
 
 def _compose(content: dict[str, Any], overrides: list[str], sources: Sources, folder: Path) -> dict[str, Any]:

@@ -86,10 +86,12 @@ def _strings(value: object) -> Iterator[str]:
 def named_code(config: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
     """Setting and import path of everything in a config of plain values that is not part of Forgefield."""
     yield from code_of_model(_mapping(config.get("model")))
+    yield from _entries("data.transforms", _mapping(config.get("data")).get("transforms"), short_names=False)
     yield from _losses("task", config.get("task"))
     training = _mapping(config.get("training"))
     for key in ("optimizer", "scheduler"):
         yield from _entries(f"training.{key}", training.get(key))
+    yield from _entries("training.scheduler.schedulers", _mapping(training.get("scheduler")).get("schedulers"))
     yield from _entries("callbacks", config.get("callbacks"))
     trainer = _mapping(config.get("trainer"))
     for key in TRAINER_OBJECTS:

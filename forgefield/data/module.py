@@ -10,6 +10,7 @@ from pathlib import Path
 import lightning
 import torch
 
+from forgefield.config.trust import NO_CODE, Trust
 from forgefield.data.batch import BatchSpec, Noise
 from forgefield.data.dataset import GraphDataset
 from forgefield.data.inspection.suspicions import LARGE_FORCES, cutoff_warnings, isolated_atom_warnings, label_warnings
@@ -61,6 +62,8 @@ class FrameData:
     species: SpeciesTable
     statistics: Statistics
     split_description: str
+    val_sets: dict[str, int]
+    """Numbers of frames of named validation sets, `val-NAME`, one after the other in `val`."""
     label_hints: dict[str, str]
     """By label: a hint at values of the training files that may be that label under another name."""
     warnings: list[str]
@@ -99,6 +102,7 @@ def read_data(
     frames_by_default: int | None = None,
     progress: Progress | None = None,
     converting: ConversionProgress | None = None,
+    trust: Trust = NO_CODE,
 ) -> FrameData:
     """Read and split the frames that the data section names, build neighbour lists and compute statistics.
 
@@ -107,9 +111,10 @@ def read_data(
     determines `data.species`, for messages. keep_species: random splits keep every species in the training set; False for runs
     of versions that did not. frames_by_default: frames of a batch if `data.batch` gives no size; default: from the data.
     progress(done, total): called while neighbour lists are built. converting: the same for frames that `data.lazy` converts.
+    trust: whether the functions of `data.transforms` may be imported.
     """
     training_budget(options), evaluation_budget(options)  # invalid options are refused before data is read
-    splits = resolve_splits(options, seed, converting, keep_species=keep_species)
+    splits = resolve_splits(options, seed, converting, keep_species=keep_species, trust=trust)
     if len(splits.train) == 0:
         raise ForgefieldError("data.train contains no frames")
     _require_branches(splits, branches)
@@ -134,6 +139,7 @@ def read_data(
         species=species,
         statistics=statistics,
         split_description=splits.description,
+        val_sets=splits.val_sets,
         label_hints=splits.label_hints,
         warnings=_suspicions(train, statistics),
     )
@@ -237,7 +243,8 @@ class DataModule(lightning.LightningDataModule):
 
     def val_dataloader(self) -> FrameLoader | list[FrameLoader]:
         noise = self.spec.noise
-        loader = self._evaluation_loader(self.data.val, None if noise is None else replace(noise, fixed=True))
+        noise = None if noise is None else replace(noise, fixed=True)
+        loader = self._evaluation_loader(self.data.val, noise, list(self.data.val_sets.values()))
         if isinstance(loader, FrameLoader):
             loader.resident = self._resident("val")
         return loader
@@ -246,7 +253,7 @@ class DataModule(lightning.LightningDataModule):
         return self._evaluation_loader(self.data.test)
 
     def _evaluation_loader(
-        self, dataset: GraphDataset | None, noise: Noise | None = None
+        self, dataset: GraphDataset | None, noise: Noise | None = None, sets: Sequence[int] = ()
     ) -> FrameLoader | list[FrameLoader]:
         if dataset is None:
             return []
@@ -260,6 +267,7 @@ class DataModule(lightning.LightningDataModule):
             prefetch=options.prefetch,
             pin=self.spec.on_gpu,
             noise=noise,
+            sets=sets,
         )
 
     def describe(self) -> list[tuple[str, str]]:

@@ -76,7 +76,8 @@ class UnitOptions:
     forces: str | None = None
     """Unit of the forces. Default: energy / length."""
     stress: str | None = None
-    """Unit of the stress, often `GPa` or `kbar`. Default: energy / length^3."""
+    """Unit of the stress, often `GPa` or `kbar`. Default: energy / length^3. A minus sign, `-kbar`, is for stresses that are
+    positive under compression, as those printed by VASP; ASE's are positive under tension. A number, `10 GPa`, is a factor."""
 
 
 @dataclass
@@ -86,7 +87,8 @@ class DataOptions:
     share: ..., branch: ..., labels: {...}, units: {...}} with a weight in the loss, a share of the samples drawn, a branch of
     the model, and labels and units that differ from `data.labels` and `data.units`."""
     val: float | str | list[Any] | dict[str, Any] | None = 0.1
-    """Validation data: a fraction of train (0.1), a number of its frames (50), files, or {indices: file-or-list}."""
+    """Validation data: a fraction of train (0.1), a number of its frames (50), files, {indices: file-or-list}, or several sets
+    by name, which also have metrics of their own: {bulk: a.xyz, surface: b.xyz}."""
     test: float | str | list[Any] | dict[str, Any] | None = None
     """Test data, as for `val`, or several sets by name: {300K: a.xyz, 600K: b.xyz}. Evaluated at the end of the training."""
     overlap: str = option("error", choices=("error", "allow"))
@@ -109,7 +111,8 @@ class DataOptions:
     """How frames are drawn. Default: every frame once per epoch. Sources are drawn with equal probability (uniform), in
     proportion to their size (size), with a list of weights, or by DeePMD-kit's blocks ('prob_sys_size;0:2:0.5;2:5:0.5'). {rule:
     uniform, frames: 10000} sets the length of an epoch; {branches: {a: 0.7, b: 0.3}} the probabilities of branches of the model
-    (auto: by their number of sources)."""
+    (auto: by their number of sources); {epochs: {a: 10, b: 20}} makes an epoch of ten times the data of a and twenty times that
+    of b."""
     devset: int | None = option(None, above=0)
     """Train on this number of representative frames of `train` only, for quick experiments."""
     species: list[str] | None = None
@@ -118,6 +121,9 @@ class DataOptions:
     """Names of the labels in the source."""
     units: UnitOptions = field(default_factory=UnitOptions)
     """Units of the source."""
+    transforms: list[Any] | None = None
+    """Functions of your own that change or leave out frames after reading: [my_file.my_function], or [{name:
+    my_file.my_function, argument: value}]. Each takes `ase.Atoms` with the values of the file and returns it, or None."""
     split_seed: int | None = seed_option(None)
     """Seed of the random split. Default: `seed`."""
     bootstrap: bool = False
@@ -157,12 +163,13 @@ class DataOptions:
 
     def make_paths_absolute(self, folders: Sequence[Path]) -> None:
         """Replace relative paths, which are looked up in `folders` in this order, by absolute ones."""
-        self.train, self.val = absolute(self.train, folders), absolute(self.val, folders)
-        self.indices = absolute(self.indices, folders)
-        if is_named(self.test):
-            self.test = {name: absolute(files, folders) for name, files in self.test.items()}
-        else:
-            self.test = absolute(self.test, folders)
+        self.train, self.indices = absolute(self.train, folders), absolute(self.indices, folders)
+        self.val, self.test = (
+            {name: absolute(files, folders) for name, files in sets.items()}
+            if is_named(sets)
+            else absolute(sets, folders)
+            for sets in (self.val, self.test)
+        )
         if self.points is not None and self.points.pseudopotentials is not None:
             self.points.pseudopotentials = find_path(self.points.pseudopotentials, folders)
 
@@ -176,14 +183,26 @@ def check_data(data: DataOptions, sources: Sources) -> None:
     for key in ("train", "val", "test", "indices"):
         if getattr(data, key) == "":
             raise wrong(sources, f"data.{key}", "", "the name of a file, folder or pattern")
+    for position, spec in enumerate(data.transforms or ()):
+        if not (isinstance(spec, str) and spec) and not (
+            isinstance(spec, Mapping) and isinstance(spec.get("name"), str)
+        ):
+            raise wrong(
+                sources, f"data.transforms.{position}", spec, "an import path, or {name: import.path, argument: value}"
+            )
+    if data.transforms and (data.points is not None or data.lazy is True):
+        raise ForgefieldError(
+            f"{sources.where('data.transforms')}: data.transforms are for frames in memory, not for "
+            f"{'grid points' if data.points is not None else 'data.lazy=true'}."
+        )
     for key in ("val", "test"):
         value = getattr(data, key)
         if isinstance(value, bool) or (isinstance(value, (int, float)) and value < 0):
             raise wrong(sources, f"data.{key}", value, "a share of train (0.1), a number of frames (50) or a file")
         if isinstance(value, float) and value >= 1 and not value.is_integer():
             raise wrong(sources, f"data.{key}", value, "a share below 1, or a whole number of frames")
-        if key == "test" and is_named(value):
-            _check_test_sets(value, data.points is not None, sources)
+        if is_named(value):
+            _check_named_sets(key, value, data.points is not None, sources)
         elif data.points is None and isinstance(value, Mapping) and set(value) != {"indices"}:
             raise wrong(sources, f"data.{key}", dict(value), "a share, a number, a file, or {indices: file-or-list}")
     _check_batch(data, sources)
@@ -201,22 +220,23 @@ def check_data(data: DataOptions, sources: Sources) -> None:
         raise wrong(sources, "data.species", list(species), "a list of different chemical symbols")
 
 
-def _check_test_sets(sets: Mapping[Any, Any], of_points: bool, sources: Sources) -> None:
+def _check_named_sets(split: str, sets: Mapping[Any, Any], of_points: bool, sources: Sources) -> None:
+    """split: `val` or `test`."""
     if of_points:
+        test = ", and test others with `forgefield test RUN --data SNAPSHOTS`" if split == "test" else ""
         raise ForgefieldError(
-            f"{sources.where('data.test')}: named test sets are for frames; with data.points give one list of snapshots, and "
-            "test others with `forgefield test RUN --data SNAPSHOTS`."
+            f"{sources.where(f'data.{split}')}: named sets are for frames; with data.points give one list of snapshots{test}."
         )
     if not sets:
-        raise wrong(sources, "data.test", {}, "a file, or files by name, as in {300K: a.xyz, 600K: b.xyz}")
+        raise wrong(sources, f"data.{split}", {}, "a file, or files by name, as in {300K: a.xyz, 600K: b.xyz}")
     for name, files in sets.items():
-        key = f"data.test.{name}"
+        key = f"data.{split}.{name}"
         if name in _NOT_NAMES:
-            raise wrong(sources, "data.test", dict(sets), "a share, a number, a file, or {indices: file-or-list}")
+            raise wrong(sources, f"data.{split}", dict(sets), "a share, a number, a file, or {indices: file-or-list}")
         if not NAME.fullmatch(str(name)):
             raise ForgefieldError(
-                f"{sources.where(key)}: '{name}' cannot be the name of a test set; use letters, digits and . _ + -, beginning "
-                "with a letter or digit."
+                f"{sources.where(key)}: '{name}' cannot be the name of a {'test' if split == 'test' else 'validation'} set; "
+                "use letters, digits and . _ + -, beginning with a letter or digit."
             )
         is_source = isinstance(files, Mapping) and "path" in files
         if not (is_source or (isinstance(files, str) and files) or (isinstance(files, Sequence) and len(files) > 0)):

@@ -1,10 +1,11 @@
-"""Files that the section `data` of a config names: absolute paths, and several test sets by name.
+"""Files that the section `data` of a config names: absolute paths, and several validation or test sets by name.
 
 A relative path is looked up in the working directory first and then next to the config file, so that a config can be used from
 anywhere and a loaded config means the same everywhere.
 
 `data.test: {300K: a.xyz, 600K: b.xyz}` are named test sets. Results of an unnamed set are in `test.json` and
-`predictions/test.npz` of a run, those of a set NAME in `test-NAME.json` and `predictions/test-NAME.npz`.
+`predictions/test.npz` of a run, those of a set NAME in `test-NAME.json` and `predictions/test-NAME.npz`. Named sets of
+`data.val` are validated together (`val/forces_mae`) and one by one (`val-NAME/forces_mae`).
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ _OF_SOURCES = {"path", "indices", "inputs", "targets", "info"}
 
 
 def is_named(value: object) -> TypeGuard[Mapping[str, Any]]:
-    """Whether a value of `data.test` is a mapping of named sets."""
+    """Whether a value of `data.val` or `data.test` is a mapping of named sets."""
     return isinstance(value, Mapping) and not _OF_SOURCES & set(map(str, value))
 
 
@@ -34,6 +35,11 @@ def test_sets(value: object) -> dict[str, Any]:
     if is_named(value):
         return {f"{UNNAMED}-{name}": files for name, files in value.items()}
     return {UNNAMED: value}
+
+
+def validation_sets(value: object) -> dict[str, Any]:
+    """What each validation set consists of, by the name of its metrics: `val`, or `val-NAME` for a named one."""
+    return {f"val-{name}": files for name, files in value.items()} if is_named(value) else {"val": value}
 
 
 def title(result: str) -> str:

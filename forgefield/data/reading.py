@@ -16,14 +16,17 @@ from dataclasses import asdict, replace
 from itertools import groupby
 from pathlib import Path
 
+from forgefield.data.frame import Frame
 from forgefield.data.labels.fields import Fields, select_fields
 from forgefield.data.labels.label_reader import LabelReader, is_none
 from forgefield.data.neighbours.graph import GraphOptions, same_graph
 from forgefield.data.options import LabelOptions, UnitOptions
 from forgefield.data.readers import SourceFile, frames_of, source_files
+from forgefield.data.readers.sources import transformed_frames
 from forgefield.data.store.convert import Progress, convert, refuse_settings_for_stores
 from forgefield.data.store.store import VERSION, is_store, open_store
 from forgefield.data.store.table import FrameTable, Share
+from forgefield.data.transforms import FrameTransform
 from forgefield.errors import ForgefieldError
 from forgefield.files import cache_folder
 
@@ -40,12 +43,14 @@ def read_table(
     required: bool = True,
     progress: Progress | None = None,
     reader: LabelReader | None = None,
+    transform: FrameTransform | None = None,
 ) -> FrameTable:
     """All frames that `spec` names, in eV and A, checked.
 
     lazy: True leaves everything on disk, False reads everything into memory, None leaves stores on disk. graph: options of
     neighbour lists for stores that are written here. required: a label that `labels` names must be in at least one frame.
     reader: of the same labels and units, for callers that need to know which other values the files have.
+    transform: changes frames before their labels are selected (`data.transforms`).
     The table has the fields that `labels` names, or if it names none, those of the stores.
     """
     labels, units = label_settings(labels), unit_settings(units)
@@ -56,6 +61,11 @@ def read_table(
     sources, in_memory = source_files(spec), False
     for (in_store, share, branch), group in groupby(sources, key=_kind):
         files = list(group)
+        if transform is not None and (in_store or lazy):
+            raise ForgefieldError(
+                f"{files[0].name}: data.transforms are for files that are read into memory, not for stores or data.lazy; name "
+                "the files themselves"
+            )
         if in_store:
             for file in files:
                 store = open_store(file.path)
@@ -68,13 +78,21 @@ def read_table(
             table = table + _assigned(_cached_store(files, labels, units, graph, progress), share, branch)
         else:
             in_memory = True
-            frames = (frame for file in files for frame in frames_of(file, reader, units))
+            frames = (frame for file in files for frame in _frames(file, reader, units, transform))
             table = table + _assigned(FrameTable.from_frames(frames, reader.requested or {}), share, branch)
     _ = table.fields  # raises if the fields of different parts contradict each other
     refuse_settings_for_stores(sources, labels, units)
     if required and in_memory:  # a conversion checks it itself
         reader.finish(str(spec))
     return table
+
+
+def _frames(
+    file: SourceFile, reader: LabelReader, units: UnitOptions, transform: FrameTransform | None
+) -> Iterator[Frame]:
+    if transform is None:
+        return frames_of(file, reader, units)
+    return transformed_frames(file, reader, units, transform)
 
 
 def label_settings(labels: LabelOptions | None, fields: Fields | None = None) -> LabelOptions:

@@ -1,7 +1,8 @@
 """The settings of `forgefield init --accurate`: small errors matter more than the time of the training.
 
-The study behind them is benchmarks/recipes.py, the errors on public data sets are those of benchmarks/accuracy.py
-(docs/guides/choose-settings.md).
+Model, learning rate, weight of the forces and batch follow from short trainings on five molecules (benchmarks/recipes.py); the
+number of steps, the schedule, the EMA and the weight of the stress were not varied there
+(docs/reference/settings-measurements.md). benchmarks/accuracy.py trains with these settings on public data sets.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ TRAINING: dict[str, Any] = {
 """Section `training`."""
 FEW_FRAMES = 100
 STEPS, MORE_STEPS = 50_000, 100_000
-"""Optimiser steps with at most 100 training frames, and with more."""
+"""Optimiser steps with at most 100 training frames, and with more: a choice, not a result of the study."""
 MOST_FRAMES, ATOMS_PER_BATCH = 5, 128
 VALIDATIONS = 100
 

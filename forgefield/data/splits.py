@@ -15,17 +15,19 @@ from typing import Any
 import numpy as np
 from ase.data import chemical_symbols
 
+from forgefield.config.trust import NO_CODE, Trust
 from forgefield.data.labels.fields import Fields
 from forgefield.data.labels.label_reader import LabelReader
 from forgefield.data.neighbours.graph import GraphOptions
 from forgefield.data.options import DataOptions
-from forgefield.data.paths import test_sets, title
+from forgefield.data.paths import is_named, test_sets, title, validation_sets
 from forgefield.data.readers import source_files
 from forgefield.data.readers.text import read_text, whole_number, whole_numbers
 from forgefield.data.reading import label_settings, read_table, unit_settings
 from forgefield.data.sampling.order import seeded_permutation
 from forgefield.data.store.convert import Progress
 from forgefield.data.store.table import FrameTable
+from forgefield.data.transforms import FrameTransform, frame_transform
 from forgefield.errors import ForgefieldError
 from forgefield.untrusted.archives import map_npy
 
@@ -44,6 +46,8 @@ class Splits:
     tests: dict[str, FrameTable]
     """By the name of their results: `test`, or `test-NAME` for named sets."""
     description: str
+    val_sets: dict[str, int] = field(default_factory=dict)
+    """Numbers of frames of named validation sets, `val-NAME`, which are `val` one after the other."""
     label_hints: dict[str, str] = field(default_factory=dict)
     """For labels: a sentence on values of the training files that may be them under another name."""
 
@@ -102,20 +106,26 @@ def parse_indices(spec: object, n: int, setting: str) -> np.ndarray:
 
 
 def resolve_splits(
-    options: DataOptions, seed: int, progress: Progress | None = None, *, keep_species: bool = True
+    options: DataOptions,
+    seed: int,
+    progress: Progress | None = None,
+    *,
+    keep_species: bool = True,
+    trust: Trust = NO_CODE,
 ) -> Splits:
     """Read all sources of `options` and divide them.
 
     progress: called while frames are converted. keep_species: a random split leaves every species in training;
-    False for runs that were started before it did.
+    False for runs that were started before it did. trust: whether the functions of `data.transforms` may be imported.
     """
     if options.train is None:
         raise ForgefieldError("data.train is not set; give a file, folder or glob of structures to train on")
-    requested = {"val": options.val, **test_sets(options.test)}
+    requested = {**validation_sets(options.val), **test_sets(options.test)}
     kinds = {name: _kind(value, name) for name, value in requested.items()}
     _refuse_shared_files(options, requested, kinds)
     reader = LabelReader(label_settings(options.labels), unit_settings(options.units))
-    frames = _read(options.train, options, progress, reader=reader)
+    transform = frame_transform(options.transforms, trust)
+    frames = _read(options.train, options, progress, reader=reader, transform=transform)
     pool = np.arange(len(frames))
     if options.indices is not None:
         pool = np.sort(parse_indices(options.indices, len(frames), "data.indices"))
@@ -134,7 +144,7 @@ def resolve_splits(
     parts = {name: frames.select(rows) for name, rows in chosen.items()}
     for name, kind in kinds.items():
         if kind == "files":
-            parts[name] = _read(requested[name], options, progress, frames.fields)
+            parts[name] = _read(requested[name], options, progress, frames.fields, transform=transform)
             if len(parts[name]) == 0:
                 raise ForgefieldError(f"{_setting(name)}={requested[name]!r:.80} holds no frame")
     if len(pool) == 0:
@@ -152,9 +162,15 @@ def resolve_splits(
         description += (
             f"; drawn so that {', '.join(rare)}, held by few frames, {'is' if len(rare) == 1 else 'are'} in training"
         )
-    val = parts.pop("val", FrameTable([]))
+    val = FrameTable([])
+    val_sets: dict[str, int] = {}
+    for name in validation_sets(options.val):
+        if name in parts:
+            part = parts.pop(name)
+            val += part
+            val_sets |= {name: len(part)} if is_named(options.val) else {}
     tests = {name: part for name, part in parts.items() if len(part)}
-    return Splits(train, val, tests, description, reader.hints())
+    return Splits(train, val, tests, description, val_sets, reader.hints())
 
 
 def bootstrap_rows(table: FrameTable, seed: int) -> np.ndarray:
@@ -200,8 +216,9 @@ def _read(
     progress: Progress | None,
     fields: Fields | None = None,
     reader: LabelReader | None = None,
+    transform: FrameTransform | None = None,
 ) -> FrameTable:
-    """fields: those of the training data, which the others need as well. reader: as `read_table` takes it."""
+    """fields: those of the training data, which the others need as well. reader, transform: as `read_table` takes them."""
     return read_table(
         spec,
         label_settings(options.labels, fields),
@@ -210,6 +227,7 @@ def _read(
         graph=graph_options(options),
         progress=progress,
         reader=reader,
+        transform=transform,
     )
 
 
@@ -274,8 +292,9 @@ def _refuse_shared_files(options: DataOptions, requested: dict[str, Any], kinds:
     for name, spec in specs.items():
         for file in source_files(spec):
             other = owner.setdefault(file.identity, name)
-            if other != name and "train" not in (other, name) and "val" not in (other, name):
-                continue  # test sets may overlap
+            kinds_of_sets = {one.partition("-")[0] for one in (other, name)}
+            if other != name and kinds_of_sets in ({"val"}, {"test"}):
+                continue  # test sets may overlap, and so may validation sets
             if other != name:
                 raise ForgefieldError(
                     f"{file.name} is in {_setting(other)} and in {_setting(name)}, so errors would be measured on known "

@@ -128,12 +128,13 @@ def starter_text(
         raise ForgefieldError(
             f"--accurate has settings for energies, forces and stress, and {', '.join(files)} has none of them; leave it out."
         )
-    values, notes = starter_config(facts, name=name, accurate=accurate)
+    chosen = as_dict(settings)
+    given = {key: select(chosen, key) for key in override_keys(overrides)}
+    values, notes = starter_config(facts, name=name, accurate=accurate, given=given)
     if facts.properties:
         add_properties(facts.properties, values, notes)
-    chosen = as_dict(settings)
-    for key in override_keys(overrides):
-        update(values, key, select(chosen, key))
+    for key, value in given.items():
+        update(values, key, _relative(value) if is_here and key.startswith("data.") else value)
         notes.pop(key, None)
     header = f"Written by `forgefield init`. Change what you like, then:  forgefield train {out}"
     return yaml_with_comments(values, header=header, notes=notes), facts
@@ -169,16 +170,33 @@ def _mean_neighbours(frames: Sequence[Frame], cutoff: float) -> float:
     return edges / sum(len(frame.numbers) for frame in frames)
 
 
-def starter_config(facts: DataFacts, *, name: str, accurate: bool = False) -> tuple[dict[str, Any], dict[str, str]]:
-    """The proposed settings, and the comments on some of them by dotted key."""
+def _relative(value: Any) -> Any:
+    """Paths below the working directory, relative to it; anything else as it is."""
+    if isinstance(value, str):
+        return value.removeprefix(f"{Path.cwd()}{os.sep}")
+    if isinstance(value, list):
+        return [_relative(item) for item in value]
+    return {key: _relative(item) for key, item in value.items()} if isinstance(value, dict) else value
+
+
+def starter_config(
+    facts: DataFacts, *, name: str, accurate: bool = False, given: Mapping[str, Any] | None = None
+) -> tuple[dict[str, Any], dict[str, str]]:
+    """The proposed settings, and the comments on some of them by dotted key.
+
+    given: settings of the user by dotted key, which decide how many frames train and how long an epoch is.
+    """
+    given = given or {}
     cutoff = propose_cutoff(facts.mean_neighbours)
     val, test = propose_split(facts.n_frames)
-    n_train = facts.n_frames - sum(_frames(share, facts.n_frames) for share in (val, test))
+    split = (given.get("data.val", val), given.get("data.test", test))
+    n_train = max(1, facts.n_frames - sum(_frames(share, facts.n_frames) for share in split))
     if accurate:
         sections = accurate_config(facts.labels, n_train, facts.mean_atoms)
     else:
-        sections = _quick_config(facts, n_train)
-    frames, epochs = sections["batch"]["frames"], sections["trainer"]["max_epochs"]
+        sections = _quick_config(facts, n_train, given.get("data.batch.frames"))
+    frames = given.get("data.batch.frames") or sections["batch"]["frames"]
+    epochs = given.get("trainer.max_epochs") or sections["trainer"]["max_epochs"]
     steps = math.ceil(n_train / frames)
     values = {
         "name": name,
@@ -210,9 +228,9 @@ def starter_config(facts: DataFacts, *, name: str, accurate: bool = False) -> tu
     return values, notes
 
 
-def _quick_config(facts: DataFacts, n_train: int) -> dict[str, Any]:
-    """Sections of a first run, as those of `accurate_config`."""
-    frames = default_frames(facts.mean_atoms, n_train)
+def _quick_config(facts: DataFacts, n_train: int, frames: int | None = None) -> dict[str, Any]:
+    """Sections of a first run, as those of `accurate_config`. frames: of a batch; default: about 128 atoms."""
+    frames = frames or default_frames(facts.mean_atoms, n_train)
     epochs = min(max(math.ceil(STEPS / math.ceil(n_train / frames)), 10), 1000)
     return {
         "batch": {"frames": frames},
@@ -255,8 +273,9 @@ def propose_split(n_frames: int) -> tuple[float | int | None, float | None]:
     return 0.1, 0.1 if n_frames >= 100 else None
 
 
-def _frames(share: float | int | None, n: int) -> int:
-    if not share:
+def _frames(share: object, n: int) -> int:
+    """Frames that a setting `val` or `test` takes from the training data; files take none."""
+    if not share or not isinstance(share, (int, float)):
         return 0
     return max(1, round(share * n)) if share < 1 else int(share)
 

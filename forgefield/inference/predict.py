@@ -10,7 +10,7 @@ labels are those with `REF_`.
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from itertools import chain, islice
 from pathlib import Path
 from typing import Any
@@ -56,23 +56,24 @@ def predict_file(
     model_devi: str | os.PathLike[str] | None = None,
     as_labels: bool = False,
     type_map: tuple[str, ...] | None = None,
+    type_names: Mapping[str, str] | None = None,
     engine: bool | None = None,
     notify: Callable[[str], None] = lambda text: None,
 ) -> Path:
     """Predict all frames of `source` (as `data.train` names sources) and write them to `out`, whose path is returned.
 
     batch: frames evaluated together. labels, units: how to read `source`, which needs no labels; `out` is always in
-    eV and A. labels_required: whether every label that `labels` names must be found, to be kept beside the predictions.
+    eV and A. labels_required: whether every label that `labels` names must be found, to be kept next to the predictions.
     device: where to compute; default: where the model is. neighbours: library of the neighbour lists.
     overwrite: replace `out` where it exists; files of `source` are never replaced. model_devi: for an ensemble, a file for the
     deviations of its members in DeePMD-kit's format. as_labels: `out` is training data: readers take the predictions as labels,
-    and labels of `source` are left out. type_map: elements of the atom types of DeePMD systems that do not name them.
+    and labels of `source` are left out. type_map, type_names: see `with_type_map`.
     engine, notify: as of `inference.evaluate.evaluate_batches`. Suffixes of `out`: .extxyz, .xyz, .traj, .json, .db.
     """
     if model_devi is not None and not isinstance(potential, Ensemble):
         raise ForgefieldError("Deviations are those of an ensemble; name more than one run (--ensemble RUN).")
     out, units = Path(out), units or UnitOptions()
-    write, files = _writer(out), source_files(with_type_map(source, type_map))
+    write, files = _writer(out), source_files(with_type_map(source, type_map, type_names))
     refuse_existing(out, files, overwrite=overwrite)
     reader = LabelReader(label_settings(labels), units)
     pairs = (pair for file in files for pair in frames_with_values(file, reader, units))

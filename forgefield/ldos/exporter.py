@@ -100,8 +100,7 @@ def _parameters(run: Run, model: LDOSNetwork) -> dict[str, Any]:
     """The parameters that differ from MALA's defaults."""
     options, widths = model.options, [model.weights[0].shape[1], *(weight.shape[0] for weight in model.weights)]
     output = options.output_activation
-    activations: list[str | None] = [ACTIVATIONS[options.activation]] * len(options.hidden)
-    activations.append(None if output is None else ACTIVATIONS[output])
+    activations = [None if name is None else ACTIVATIONS[name] for name in options.activations]
     return {
         "comment": "written by Forgefield",
         "network": {

@@ -210,8 +210,9 @@ def _layers(path: Path, weights: Mapping[str, Tensor]) -> list[tuple[int, Tensor
 
 def _activations(
     path: Path, network: Mapping[str, Any], layers: list[tuple[int, Tensor, Tensor]]
-) -> tuple[str, str | None]:
-    """Activation of all hidden layers, and of the outputs. The indices of layers show which are followed by an activation."""
+) -> tuple[str | list[str], str | None]:
+    """Activations of the hidden layers, one name if all are the same, and of the outputs. The indices of layers show which are
+    followed by an activation."""
     stated, n = network["layer_activations"], len(layers)
     followed = [after - before == 2 for (before, _, _), (after, _, _) in pairwise(layers)]
     included = network.get("layer_activations_include_output_layer", True)
@@ -221,17 +222,16 @@ def _activations(
     else:
         names = [stated] * n
     names = [*names[:-1], names[-1] if included else None]
-    hidden = set(names[:-1])
-    if len(hidden) != 1 or [name is not None for name in names[:-1]] != followed:
+    if None in names[:-1] or not all(followed):
         raise ForgefieldError(
-            f"{path} has activations {stated}; only networks with the same activation after every hidden layer are supported."
+            f"{path} has activations {stated}; only networks with an activation after every hidden layer are supported."
         )
-    lowered = [None if name is None else str(name).lower() for name in (names[0], names[-1])]
-    for name, lowered_name in zip((names[0], names[-1]), lowered):
+    lowered = [None if name is None else str(name).lower() for name in names]
+    for name, lowered_name in zip(names, lowered):
         if lowered_name is not None and lowered_name not in ACTIVATIONS:
             raise ForgefieldError(f"{path} has the activation {name}; supported are {', '.join(ACTIVATIONS)}.")
-    assert lowered[0] is not None
-    return lowered[0], lowered[1]
+    hidden = [name for name in lowered[:-1] if name is not None]
+    return hidden[0] if len(set(hidden)) == 1 else hidden, lowered[-1]
 
 
 def _scale(path: Path, name: str, scaler: Mapping[str, Any], columns: int) -> LinearScale:

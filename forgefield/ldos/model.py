@@ -43,8 +43,9 @@ class LDOSOptions:
 
     hidden: list[int] = field(default_factory=lambda: [400, 400, 400])
     """Widths of the hidden layers."""
-    activation: str = "relu"
-    """Activation after each hidden layer: relu, leakyrelu, silu, gelu, tanh, sigmoid, softplus or elu."""
+    activation: str | list[str] = "relu"
+    """Activation after each hidden layer: relu, leakyrelu, silu, gelu, tanh, sigmoid, softplus or elu; or a list with one for
+    each of them."""
     output_activation: str | None = None
     """Activation of the scaled outputs, as MALA has by default; null: outputs are linear."""
 
@@ -53,12 +54,23 @@ class LDOSOptions:
             raise ForgefieldError(
                 f"model.hidden is {self.hidden}; give the width of each hidden layer, such as [400, 400]."
             )
-        for name in ("activation", "output_activation"):
-            value = getattr(self, name)
+        if not isinstance(self.activation, str) and len(self.activation) != len(self.hidden):
+            raise ForgefieldError(
+                f"model.activation has {len(self.activation)} entries for {len(self.hidden)} hidden layers; give one for each, "
+                "or a single name."
+            )
+        for number, value in enumerate(self.activations):
             if value is not None and value not in ACTIVATIONS:
+                name = "activation" if number < len(self.hidden) else "output_activation"
                 raise ForgefieldError(
                     f"model.{name} is '{value}'; choose one of {', '.join(ACTIVATIONS)}.{did_you_mean(value, ACTIVATIONS)}"
                 )
+
+    @property
+    def activations(self) -> list[str | None]:
+        """Activation after each layer, the last of which is the output."""
+        hidden = [self.activation] * len(self.hidden) if isinstance(self.activation, str) else self.activation
+        return [*hidden, self.output_activation]
 
 
 @dataclass(frozen=True)
@@ -127,10 +139,8 @@ class LDOSNetwork(nn.Module):
 
     def network(self, x: Tensor) -> Tensor:
         """The layers: scaled inputs (n, descriptors) to scaled outputs (n, levels)."""
-        last = len(self.weights) - 1
-        for number, (weight, bias) in enumerate(zip(self.weights, self.biases)):
+        for weight, bias, name in zip(self.weights, self.biases, self.options.activations):
             x = product(x, weight.t()) + bias if is_lowered(x) else F.linear(x, weight, bias)
-            name = self.options.activation if number < last else self.options.output_activation
             x = x if name is None else ACTIVATIONS[name](x)
         return x
 

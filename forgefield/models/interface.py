@@ -132,17 +132,17 @@ class AtomisticModel(nn.Module):
     """Whether energies depend on positions and cells through the edge vectors alone. Forces and stress are then derivatives in
     the edge vectors, which is faster; otherwise in positions and strain."""
     ghost_atoms: str | None = None
-    """How energies are computed where some neighbours are ghost atoms, owned by other processes of a simulation: `local` (the
-    energy of an atom depends on positions and species of its neighbours alone), `exchange` (layers pass what they gather along
-    edges through `EdgeContext.fill_ghosts`), or None (not supported). Needs `only_edge_vectors`."""
+    """How energies are computed where some neighbours are ghost atoms, owned by other processes of a simulation. `local` means
+    that the energy of an atom depends on positions and species of its neighbours alone, `exchange` that layers pass what they
+    gather along edges through `EdgeContext.fill_ghosts`, and None that it is not supported. Needs `only_edge_vectors`."""
     isolated_limit: bool = True
     """Whether an atom without neighbours has exactly the energy shift of its species."""
     trainable: ClassVar[bool] = True
     """Whether the model can have weights to train."""
     inputs: Inputs = {}
-    """Additional keys of a batch that the model reads. Default: none."""
+    """Additional keys of a batch that the model reads, by default none."""
     optional_inputs: tuple[str, ...] = ()
-    """Those of `inputs` that have a default, so that frames need not carry them."""
+    """Those of `inputs` that have a default, so that frames need not have them."""
     branches: tuple[str, ...] = ()
     """Names of several energies of one model, in the order of `batch["branch"]`; empty for a model with one energy."""
 

@@ -52,6 +52,14 @@ class Ranks:
         dist.all_reduce(total)
         return total
 
+    def maximum(self, tensor: Tensor) -> Tensor:
+        """The largest value of each element over ranks."""
+        if self.world_size == 1:
+            return tensor
+        largest = tensor.contiguous().clone()
+        dist.all_reduce(largest, op=dist.ReduceOp.MAX)
+        return largest
+
     def broadcast(self, value: T | None) -> T:
         """The value of rank 0, on every rank. The values of other ranks are ignored and may be None."""
         values = [value]

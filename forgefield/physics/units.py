@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import difflib
 import math
+import re
 
 from forgefield.errors import ForgefieldError
 
@@ -49,6 +50,8 @@ _PRESSURE = {
     "Mbar": 1e11 * PASCAL,
     "atm": 101325.0 * PASCAL,
 }
+_FACTOR = re.compile(r"\s*([+-]?)\s*(\d+\.?\d*(?:[eE][+-]?\d+)?)?\s*(.*)", re.DOTALL)
+"""A sign, a number and a unit. It matches any text."""
 _ALIASES = {
     "ev": "eV",
     "Hartree": "Ha",
@@ -107,7 +110,19 @@ def force_factor(unit: str) -> float:
 
 
 def stress_factor(unit: str) -> float:
-    """Stress in `unit`, such as `GPa` or `kcal/mol/A^3`, times this is in eV/A^3."""
+    """Stress in `unit`, such as `GPa` or `kcal/mol/A^3`, times this is in eV/A^3.
+
+    A sign and a number may come first: `-kbar` for the opposite sign, `-0.1 GPa`.
+    """
+    match = _FACTOR.fullmatch(unit)
+    sign, number, unit = match.groups(default="") if match else ("", "", unit)
+    factor = float(number or 1) * (-1 if sign == "-" else 1)
+    if not 0 < abs(factor) < math.inf:
+        raise ForgefieldError(f"{number} {unit}: the factor of a stress must be a positive number or a negative one")
+    return factor * _stress_factor(unit)
+
+
+def _stress_factor(unit: str) -> float:
     if _is_known(unit, _PRESSURE):
         return _look_up(unit, _PRESSURE, "a stress")
     energy, _, volume = unit.strip().rpartition("/")

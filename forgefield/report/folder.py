@@ -371,5 +371,14 @@ def errors_of(stored: dict[str, Any]) -> dict[str, float]:
         if isinstance(value, dict):
             numbers = {**numbers_of(value), **numbers}
     errors = {key.removeprefix("test/"): value for key, value in numbers.items()}
-    endings = ("_mae", "_rmse", "_accuracy", "_f1", "_auroc", "_cross_entropy", *(f"_{name}" for name in CALIBRATION))
+    endings = (
+        "_mae",
+        "_rmse",
+        "_max",
+        "_accuracy",
+        "_f1",
+        "_auroc",
+        "_cross_entropy",
+        *(f"_{name}" for name in CALIBRATION),
+    )
     return {key: value for key, value in errors.items() if any(kind in key for kind in endings)}

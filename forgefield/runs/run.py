@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 from urllib.parse import quote
@@ -24,10 +24,11 @@ from forgefield.errors import ForgefieldError
 from forgefield.files import write_atomically
 from forgefield.formats import VERSION
 from forgefield.kinds import ENSEMBLE, PLOT_RUN, POINTS, RUN_HTML, SampleKind, kind_of_model
-from forgefield.models.resolved import FORCES, HEADS, NOISE, PREDICTS
+from forgefield.models.resolved import FORCES, HEADS, NOISE, PREDICTS, TYPE_NAMES
 from forgefield.results import Metrics, Predictions
 from forgefield.runs.record import MEMBERS, RUN_JSON, SCALES, RunInfo
 from forgefield.settings import Config
+from forgefield.text import notebook_cell
 from forgefield.untrusted.archives import npz_arrays
 from forgefield.untrusted.documents import load_json
 from forgefield.weights import Weights, read_weights
@@ -52,6 +53,11 @@ class Run:
         self.path = Path(path)
         self.trust_code = trust_code
         """Whether code that the run names may be imported."""
+        self._printed_in: int | None = None
+
+    def results_are_printed(self) -> None:
+        """The cell of a notebook that is being executed has printed the errors: they are not displayed there again."""
+        self._printed_in = notebook_cell()
 
     def __repr__(self) -> str:
         try:
@@ -62,7 +68,9 @@ class Run:
         shown = "".join(f", {name}={value}" for name, value in facts.items() if value is not None)
         return f"Run({str(self.path)!r}{shown})"
 
-    def _repr_html_(self) -> str:
+    def _repr_html_(self) -> str | None:
+        if self._printed_in is not None and self._printed_in == notebook_cell():
+            return None
         return str(RUN_HTML.load()(self.path))
 
     @classmethod
@@ -87,7 +95,7 @@ class Run:
         for path in (Path(name_or_path), Path(out) / name_or_path):
             if (path / "run.json").is_file():
                 return cls(path, trust_code=trust_code)
-        names = sorted(p.parent.name for p in Path(out).glob("*/run.json"))
+        names = sorted(p.parent.name for p in Path(out).glob("[!.]*/run.json"))
         hint = did_you_mean(str(name_or_path), names) or (f" Runs in {out}: {', '.join(names)}." if names else "")
         raise ForgefieldError(f"There is no run '{name_or_path}', neither as a path nor in the folder {out}.{hint}")
 
@@ -128,7 +136,7 @@ class Run:
 
     @property
     def info(self) -> dict[str, Any]:
-        """The content of `run.json`: versions, species, all options of the model, statistics, status."""
+        """The content of `run.json`, that is versions, species, all options of the model, statistics and status."""
         path = self.path / "run.json"
         try:
             content = load_json(path.read_text())
@@ -152,10 +160,20 @@ class Run:
             for sources in (data.train, data.val)
             for entry in (sources if isinstance(sources, list) else [sources])
         ]
-        stated = {tuple(entry["type_map"]) for entry in entries if isinstance(entry, Mapping) and entry.get("type_map")}
+        stated = {
+            tuple(entry["type_map"])
+            for entry in entries
+            if isinstance(entry, Mapping) and isinstance(entry.get("type_map"), Sequence)
+        }
         if stated:
             return stated.pop() if len(stated) == 1 else None
         return self.species if data.species is not None or self.info.get("status") == "imported" else None
+
+    @property
+    def type_names(self) -> dict[str, str]:
+        """Elements of atom types in DeePMD systems, by names that are not those of the elements."""
+        names = (self.info.get("model") or {}).get(TYPE_NAMES) or self.species
+        return {name: symbol for name, symbol in zip(names, self.species) if name != symbol}
 
     @property
     def cutoff(self) -> float:

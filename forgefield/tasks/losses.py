@@ -7,7 +7,7 @@ register it in `LOSSES`.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, TypeAlias
@@ -90,6 +90,27 @@ def huber(delta: float) -> Loss:
         f"tl.where(tl.abs(d) < {value}, d, tl.where(d > 0, {value}, tl.where(d < 0, -{value}, d)))",
     )
     return Loss("huber", partial(huber_error, delta=delta), kernel)
+
+
+def stratified_huber(strata: Sequence[tuple[float, float]]) -> Loss:
+    """The Huber loss of vectors whose delta depends on the magnitude of the reference.
+
+    strata: (bound, delta), by ascending bound: this delta holds from this magnitude on. Below the first bound the loss is half
+    the squared error.
+    """
+    return Loss("huber by magnitude", partial(stratified_huber_error, strata=tuple(strata)))
+
+
+def stratified_huber_error(prediction: Tensor, target: Tensor, *, strata: Sequence[tuple[float, float]]) -> Tensor:
+    import torch
+
+    magnitude = target.square().sum(-1, keepdim=True).sqrt()
+    delta = torch.full_like(magnitude, float("inf"))
+    for bound, value in strata:
+        delta = torch.where(magnitude >= bound, value, delta)
+    error = (prediction - target).abs()
+    clipped = torch.minimum(error, delta)
+    return clipped * (error - 0.5 * clipped)
 
 
 LOSSES: dict[str, Callable[[float], Loss]] = {

@@ -52,6 +52,9 @@ class TargetOptions:
     (prediction, target) -> error of the same shape."""
     huber_delta: float = option(0.01, above=0, below=math.inf)
     """Error at which the Huber loss changes from quadratic to linear, in eV, eV/A or eV/A^3."""
+    huber_deltas: list[Any] | None = None
+    """Forces with the loss huber only: `huber_delta` by the magnitude of the reference force, [[0, 0.01], [5, 0.02]] from 0 and
+    from 5 eV/A on. Below the first magnitude the loss is half the squared error. Default: `huber_delta` for all."""
     per_atom: bool | str = option(True, choices=(True, False, "root"))
     """Energy and virial only: whether errors are divided by the number of atoms. root divides by its square root, so that
     squared errors are those of DeePMD-kit."""
@@ -82,7 +85,7 @@ class FieldTargetOptions:
     """Behaviour under rotation: values are invariant (the default); a vector (shape [3]) and a symmetric or general tensor
     (shape [3, 3]) are equivariant."""
     reduce: str | None = option(None, choices=("sum", "mean", "max", "attention"))
-    """How contributions of atoms are combined to a value per frame: mean (intensive, the default) or sum (extensive). For
+    """How contributions of atoms are combined into a value per frame: mean (intensive, the default) or sum (extensive). For
     invariant values also max or attention: the last layer of the head reads the maximum or a learnt weighted mean of
     features."""
     per_atom: bool | str | None = option(None, choices=(True, False, "root"))

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import NoReturn
 
 import torch
@@ -13,7 +15,7 @@ from forgefield.config.nearest import did_you_mean
 from forgefield.errors import ForgefieldError
 from forgefield.models.interface import ExtraOutput
 from forgefield.settings import default_weights
-from forgefield.tasks.losses import Loss, find_loss
+from forgefield.tasks.losses import Loss, find_loss, stratified_huber
 from forgefield.tasks.options import (
     DENOISE,
     TARGETS,
@@ -150,7 +152,7 @@ def _potential_target(
     return Target(
         name=name,
         weight=_weight(name, options),
-        loss=find_loss(options.loss, huber_delta=options.huber_delta, key=f"task.{name}.loss"),
+        loss=_loss(name, options),
         per_atom=options.per_atom,
         species_weights=weights,
         schedule=_schedule(options),
@@ -159,6 +161,25 @@ def _potential_target(
         direct=bool(options.direct),
         branch=branches.index(name.partition(".")[0]) if "." in name else None,
     )
+
+
+def _loss(name: str, options: TargetOptions) -> Loss:
+    if options.huber_deltas is None:
+        return find_loss(options.loss, huber_delta=options.huber_delta, key=f"task.{name}.loss")
+    key = f"task.{name}.huber_deltas"
+    if quantity(name) != "forces" or options.loss != "huber":
+        raise ForgefieldError(f"{key} is for forces with loss: huber.")
+    pairs = [list(pair) if isinstance(pair, (list, tuple)) else [] for pair in options.huber_deltas]
+    if not pairs or not all(len(pair) == 2 and all(_is_finite(value) for value in pair) for pair in pairs):
+        raise ForgefieldError(f"{key} must be a list of [force, delta], in eV/A, such as [[0, 0.01], [5, 0.02]].")
+    strata = [(float(bound), float(delta)) for bound, delta in pairs]
+    if strata[0][0] < 0 or any(a[0] >= b[0] for a, b in pairwise(strata)) or any(delta <= 0 for _, delta in strata):
+        raise ForgefieldError(f"{key} must have ascending forces of at least 0, and positive deltas.")
+    return stratified_huber(strata)
+
+
+def _is_finite(value: object) -> bool:
+    return isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value)
 
 
 def _field_target(

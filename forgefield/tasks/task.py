@@ -113,8 +113,8 @@ class Task:
         """Whether a weight changes until the end of the training, so that its length has to be known."""
         return any(target.schedule is not None and target.schedule.needs_an_end for target in self.targets)
 
-    def error_metrics(self, species: tuple[str, ...]) -> ErrorMetrics:
-        """Accumulators for the errors of its targets."""
+    def error_metrics(self, species: tuple[str, ...], *, maxima: bool = False) -> ErrorMetrics:
+        """Accumulators for the errors of its targets. maxima: also for the largest errors."""
         return ErrorMetrics(
             self.names,
             species,
@@ -122,6 +122,7 @@ class Task:
             extensive=self.extensive,
             branches=self.branches,
             uncounted={target.name: target.uncounted for target in self.targets if target.uncounted},
+            maxima=maxima,
         )
 
     def follow(self, state: StepState) -> None:

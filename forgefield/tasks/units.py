@@ -13,5 +13,6 @@ CLASS_METRICS = ("accuracy", "f1", "cross_entropy")
 
 def unit_of(metric: str) -> str:
     """The unit of a metric such as `val/forces_mae/Cu`; empty for a loss or a learning rate."""
-    name = metric.split("/")[1] if metric.split("/")[0] in ("train", "val", "test") else metric.split("/")[0]
+    split = metric.split("/")[0].partition("-")[0]
+    name = metric.split("/")[1] if split in ("train", "val", "test") and "/" in metric else metric.split("/")[0]
     return UNITS.get(quantity(name.rsplit("_", 1)[0]), "")

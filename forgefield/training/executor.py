@@ -6,6 +6,7 @@ frames (`frames_executor.py`) and points of a grid (`ldos/training/executor.py`)
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, ClassVar, Generic, Protocol, TypeVar
 
 import torch
@@ -85,6 +86,8 @@ class StepExecutor(Generic[TrainBatch, ValBatch]):
         """options: the config's `training` section. train_errors, val_errors: accumulators of errors."""
         self.model, self.task, self.options = model, task, options
         self.train_errors, self.val_errors = train_errors, val_errors
+        self.set_errors: Mapping[str, ErrorsLike] = {}
+        """Errors of named validation sets, `val-NAME`."""
         self.engine: EngineLike | None = None
 
     def attach(self, module: TrainingModule) -> None:

@@ -91,12 +91,10 @@ class _Plan:
     @property
     def columns(self) -> list[str]:
         """Names of all metrics that a row may have."""
-        splits = ("train", "val") if self.problem.has_val else ("train",)
-        names = [f"{split}/{name}" for split in splits for name in self.problem.metric_names(split)]
-        return [
-            *names,
-            *(["val/weighted_sum"] if self.problem.has_val and self.config.training.monitor_weights else []),
-        ]
+        validated = self.problem.validated if self.problem.has_val else []
+        names = [f"{split}/{name}" for split in ("train", *validated) for name in self.problem.metric_names(split)]
+        sums = [f"{split}/weighted_sum" for split in validated] if self.config.training.monitor_weights else []
+        return [*names, *sums]
 
     def write_record(self, ranks: Ranks) -> None:
         """Store settings and `run.json`, once it is certain that they will be used."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterator, MutableMapping
+from collections.abc import Iterator, MutableMapping, Sequence
 from typing import Any
 
 import torch
@@ -29,7 +29,7 @@ from forgefield.training.optim.averages import StochasticAverage, WeightAverage
 from forgefield.training.optim.captured_update import CapturedUpdate
 from forgefield.training.optim.optimisers import Parameters, build_optimiser
 from forgefield.training.optim.update import capture_refusal
-from forgefield.training.options import TrainingOptions
+from forgefield.training.options import TrainingOptions, measures_maxima
 from forgefield.training.probing import ProbedModule
 from forgefield.training.trainer import is_quick
 from forgefield.training.validation_batches import ValidationBatches
@@ -66,6 +66,7 @@ class FramesExecutor(StepExecutor[Batch, Batch], ProbedModule):
     starter: starts the engine on the first batch; None for the eager engine.
     validation: chooses the size of batches of the validation after that; None to leave it as it is.
     shapes: of the tensors of a batch.
+    val_sets: names of validation sets with metrics of their own, in the order of the validation data.
     """
 
     model_name = "potential"
@@ -85,9 +86,12 @@ class FramesExecutor(StepExecutor[Batch, Batch], ProbedModule):
         starter: EngineStarter | None = None,
         validation: ValidationBatches | None = None,
         shapes: Shapes = SHAPES,
+        val_sets: Sequence[str] = (),
     ) -> None:
-        super().__init__(potential, task, options, task.error_metrics(species), task.error_metrics(species))
+        val_errors = task.error_metrics(species, maxima=measures_maxima(options))
+        super().__init__(potential, task, options, task.error_metrics(species), val_errors)
         self.potential = potential
+        self.set_errors = {name: task.error_metrics(species, maxima=val_errors.maxima) for name in val_sets}
         self.starter, self.validation = starter, validation
         self.shapes = shapes
         self.weighting = build_weighting(options.weighting, task, options.optimizer)
@@ -236,6 +240,7 @@ class FramesExecutor(StepExecutor[Batch, Batch], ProbedModule):
             edge_kernels=self.options.kernels.edges,
             c_code=C_LATEST if self.starter is None else self.starter.c_code,
             shapes=self.shapes,
+            evaluation_errors=self.val_errors,
         )
 
     @property
@@ -291,6 +296,10 @@ class FramesExecutor(StepExecutor[Batch, Batch], ProbedModule):
             measured = self._evaluate(batch)
         self.module.val_loss.add(measured.sums)
         self.val_errors.add(measured.errors)
+        if self.set_errors:
+            loader = self.module.trainer.val_dataloaders
+            assert isinstance(loader, FrameLoader)
+            list(self.set_errors.values())[loader.set_of(batch_idx)].add(measured.errors)
 
     def _evaluate(self, batch: Batch) -> Measured:
         # The eager engine may need more memory than others.

@@ -25,15 +25,17 @@ from torch.optim.lr_scheduler import CosineAnnealingLR
 from forgefield.errors import ForgefieldError
 from forgefield.parallel.ranks import Ranks, single_process
 from forgefield.parallel.reductions import StepExchange
+from forgefield.tasks.metrics import SUMS, ErrorMetrics
 from forgefield.tasks.schedules import StepState
 from forgefield.training.executor import EngineLike, StepExecutor, TaskLike
-from forgefield.training.optim.averages import weight_average
+from forgefield.training.optim.averages import ScheduleFreeAverage, weight_average
 from forgefield.training.optim.optimisers import (
     build_optimiser,
     build_scheduler,
     fit_length,
     rescale_learning_rates,
 )
+from forgefield.training.optim.schedule_free import ScheduleFree
 from forgefield.training.optim.schedules import StepSchedule, relative_learning_rate
 from forgefield.training.optim.update import portable_optimiser_states
 from forgefield.training.options import TrainingOptions
@@ -314,7 +316,8 @@ class TrainingModule(L.LightningModule):
     def on_validation_epoch_start(self) -> None:
         self.throughput.pause()
         self.val_loss.reset()
-        self.val_errors.reset()
+        for errors in (self.val_errors, *self.executor.set_errors.values()):
+            errors.reset()
         if self.ema is not None:
             self.ema.to(self.device)
             self.ema.exchange()
@@ -330,12 +333,17 @@ class TrainingModule(L.LightningModule):
 
     def validated(self) -> dict[str, float]:
         """Loss and errors of the validation that has just ended, of all ranks; the model still has the validated weights."""
-        loss_sums, error_sums = self._over_ranks(self.val_loss.sums, self.val_errors.sums)
+        accumulated = {"val": self.val_errors, **self.executor.set_errors}
+        loss_sums, *error_sums = self._over_ranks(self.val_loss.sums, *(errors.sums for errors in accumulated.values()))
         values = {"val/loss": self.val_loss.value(loss_sums)}
-        values |= {f"val/{name}": value for name, value in self.val_errors.compute(error_sums).items()}
-        weights = self.options.monitor_weights or {}
-        if weights and all(f"val/{name}" in values for name in weights):
-            values["val/weighted_sum"] = sum(weight * values[f"val/{name}"] for name, weight in weights.items())
+        for (split, errors), sums in zip(accumulated.items(), error_sums):
+            if isinstance(errors, ErrorMetrics) and errors.maxima:
+                largest = self.ranks.maximum(errors.sums[:, SUMS:].to(sums.device))
+                sums = torch.cat([sums[:, :SUMS], largest], dim=1)
+            values |= {f"{split}/{name}": value for name, value in errors.compute(sums).items()}
+            weights = self.options.monitor_weights or {}
+            if weights and all(f"{split}/{name}" in values for name in weights):
+                values[f"{split}/weighted_sum"] = sum(w * values[f"{split}/{name}"] for name, w in weights.items())
         return values | self.executor.measure_after_validation()
 
     def on_validation_end(self) -> None:
@@ -347,6 +355,8 @@ class TrainingModule(L.LightningModule):
         lr = self.options.lr * self.lr_factor
         optimiser = build_optimiser(self.options.optimizer, self.executor.parameter_groups(lr), lr=lr)
         self.executor.check_optimiser(optimiser)
+        if isinstance(self.ema, ScheduleFreeAverage) and isinstance(optimiser, ScheduleFree):
+            self.ema.bind(optimiser)
         if self.options.scheduler is None:
             return optimiser
         scheduler = build_scheduler(

@@ -132,6 +132,16 @@ def ensemble_options(value: int | Mapping[str, Any] | None) -> EnsembleOptions |
     return EnsembleOptions(**value)
 
 
+SCHEDULE_FREE = ("AdamWScheduleFree", "RAdamScheduleFree", "SGDScheduleFree")
+"""Optimisers that average the weights themselves."""
+
+
+def is_schedule_free(optimizer: str | Mapping[str, Any]) -> bool:
+    """Whether `training.optimizer` names one of these."""
+    name = optimizer if isinstance(optimizer, str) else optimizer.get("name", "")
+    return str(name).lower() in [known.lower() for known in SCHEDULE_FREE]
+
+
 @dataclass
 class TrainingOptions:
     lr: float = option(0.01, above=0)
@@ -139,10 +149,12 @@ class TrainingOptions:
     scale_lr: str = option("none", choices=("none", "sqrt", "linear"))
     """How learning rates depend on the number of processes N: not at all, multiplied by sqrt(N), or by N."""
     optimizer: str | dict[str, Any] = "adam"
-    """Name of a PyTorch optimiser, an import path, or {name: adamw, weight_decay: 1e-3, ...}."""
+    """Name of a PyTorch optimiser, an import path, or {name: adamw, weight_decay: 1e-3, ...}. AdamWScheduleFree,
+    RAdamScheduleFree and SGDScheduleFree need neither a scheduler nor `ema`."""
     scheduler: str | dict[str, Any] | None = None
     """Learning-rate scheduler: the name of a PyTorch scheduler, or {name: ReduceLROnPlateau, patience: 20, ..., interval:
-    epoch|step}; or a schedule over the length of the run as in DeePMD-kit: {name: exp|cosine_to|wsd, stop_lr: 1e-6,
+    epoch|step}; {name: SequentialLR, milestones: [5], schedulers: [{name: LinearLR, ...}, {name: StepLR, ...}]} and
+    ChainedScheduler; or a schedule over the length of the run as in DeePMD-kit: {name: exp|cosine_to|wsd, stop_lr: 1e-6,
     warmup_steps: 1000, ...}. Default: constant."""
     engine: str | None = option("auto", choices=("auto", "eager", "compile", "graphs", "script"))
     """How a step is executed: eager PyTorch, torch.compile, CUDA graphs or TorchScript. auto measures and uses the fastest."""
@@ -187,6 +199,9 @@ class TrainingOptions:
     monitor_weights: dict[str, float] | None = None
     """Weights of errors in the metric val/weighted_sum, which `monitor` can name: {energy_total_mae: 0.001, forces_mae: 0.001}.
     Errors have the units of the metrics."""
+    max_errors: bool = False
+    """Report the largest absolute error of each target as well, val/forces_max and so on. Always true if one of them is
+    monitored."""
     early_stopping: EarlyStoppingOptions | None = None
     """Stop the training when the monitored metric no longer improves: {patience: 50}. Default: off."""
     checkpoint: CheckpointOptions = field(default_factory=CheckpointOptions)
@@ -195,11 +210,19 @@ class TrainingOptions:
     """Compute uncertainties of energies and forces when the training ends, from the last layer of the best model and at most
     5000 training frames. Models without a suitable last layer have none."""
     ensemble: int | dict[str, Any] | None = None
-    """Train N models with the seeds `seed`, `seed` + 1, ..., and combine them to one run whose predictions are means and whose
-    uncertainties are deviations: 4, or {size: 4, bootstrap: true, together: 2}. bootstrap: each on its own draw of the training
-    frames; together: how many are trained at the same time (default: all on a GPU, one on a CPU)."""
+    """Train N models with the seeds `seed`, `seed` + 1, ..., and combine them into one run whose predictions are means and
+    whose uncertainties are deviations: 4, or {size: 4, bootstrap: true, together: 2}. bootstrap: each on its own draw of the
+    training frames; together: how many are trained at the same time (default: all on a GPU, one on a CPU)."""
     tensorboard: int = option(1, choices=(0, 1, 2))
     """TensorBoard output: 0 none, 1 losses and learning rate, 2 also histograms of weights and gradients."""
+
+
+def measures_maxima(training: TrainingOptions) -> bool:
+    """Whether the largest errors of the validation are measured."""
+    monitored = [training.monitor, *(training.monitor_weights or {})]
+    if training.early_stopping is not None:
+        monitored.append(training.early_stopping.monitor or "")
+    return training.max_errors or any("_max/" in f"{name}/" for name in monitored)
 
 
 def check_training(training: TrainingOptions, sources: Sources, *, new_model: bool) -> None:
@@ -215,6 +238,7 @@ def check_training(training: TrainingOptions, sources: Sources, *, new_model: bo
             "model is new."
         )
     _check_swa(training, sources)
+    _check_schedule_free(training, sources)
     _check_precision(training.precision, sources)
     _check_ensemble(training.ensemble, sources)
 
@@ -254,6 +278,17 @@ def _check_swa(training: TrainingOptions, sources: Sources) -> None:
             f"{sources.where('training.swa')}: training.swa replaces training.ema={training.ema:g}; set "
             "training.ema=null."
         )
+
+
+def _check_schedule_free(training: TrainingOptions, sources: Sources) -> None:
+    if not is_schedule_free(training.optimizer):
+        return
+    for key in ("ema", "swa"):
+        if getattr(training, key) is not None:
+            raise ForgefieldError(
+                f"{sources.where(f'training.{key}')}: schedule-free optimisers average the weights themselves; set "
+                f"training.{key}=null."
+            )
 
 
 def _check_ensemble(value: object, sources: Sources) -> None:

@@ -20,6 +20,7 @@ from pathlib import Path
 import numpy as np
 
 from forgefield.config.template import commented_yaml
+from forgefield.config.trust import CONFIG
 from forgefield.data.module import FrameData, read_data
 from forgefield.errors import ForgefieldError
 from forgefield.evaluation import Preparation, evaluate_training, is_unmeasured
@@ -242,4 +243,4 @@ class _Training:
             config.data.cutoff = run.cutoff
         seed, species = config.seed if config.data.split_seed is None else config.data.split_seed, list(run.species)
         options = replace(config.data, species=species)
-        return read_data(options, seed, rank=self.ranks.rank, world_size=self.ranks.world_size)
+        return read_data(options, seed, rank=self.ranks.rank, world_size=self.ranks.world_size, trust=CONFIG)

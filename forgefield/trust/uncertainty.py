@@ -290,6 +290,7 @@ def training_data(run: Run) -> FrameData:
             branches=branches,
             keep_species=defaults.keep_species,
             frames_by_default=defaults.frames,
+            trust=run.trust,
         )
     except ForgefieldError as error:
         raise ForgefieldError(f"The training data of run {run.name} is not available: {error}") from error

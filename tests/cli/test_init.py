@@ -61,6 +61,14 @@ def test_the_config_says_what_was_found_and_loads(alloys, capsys):
     assert f"# {steps} batches make an epoch; {config.trainer['max_epochs'] * steps} optimiser steps in all." in text
 
 
+def test_the_length_of_an_epoch_accounts_for_settings_of_the_user(alloys):
+    write("test.extxyz", labelled(bulk("Cu", cubic=True), 0), format="extxyz")
+    assert main(["init", "alloys.extxyz", "data.val=6", "data.test=test.extxyz", "data.batch.frames=3"]) == 0
+    text = Path("alloys.yaml").read_text()
+    assert "  test: test.extxyz\n" in text  # as it was given, not an absolute path
+    assert "# 8 batches make an epoch;" in text
+
+
 def test_neighbours_are_counted_as_a_slow_oracle_counts_them(alloys):
     from ase.io import read
     from ase.neighborlist import neighbor_list

@@ -41,7 +41,7 @@ def exported(tmp_path: Path, **changes) -> tuple[Path, Path]:
     [
         ({"hidden": [8], "activation": "silu"}, {}),
         (
-            {"hidden": [8, 5], "activation": "leakyrelu", "output_activation": "relu"},
+            {"hidden": [8, 5], "activation": ["leakyrelu", "tanh"], "output_activation": "relu"},
             {"outputs": "feature-wise-minmax"},
         ),
         ({"hidden": [6], "activation": "softplus"}, {"inputs": "minmax", "outputs": "standard"}),

@@ -65,6 +65,7 @@ def test_an_imported_network_predicts_what_it_did(kinds, tmp_path):
         ("ReLU", False, (torch.nn.ReLU, False), ("relu", None)),
         (["Tanh", "Tanh"], True, (torch.nn.Tanh, False), ("tanh", None)),
         (["ReLU"], True, (torch.nn.ReLU, True), ("relu", "relu")),  # one for all, before 1.3.1
+        (["ReLU", "Tanh", "SiLU"], True, (torch.nn.ReLU, True), (["relu", "tanh"], "silu")),
     ],
 )
 def test_activations_are_those_of_the_layers(activations, included, modules, expected, tmp_path):
@@ -97,7 +98,7 @@ def test_additional_information_of_a_model_is_stored(tmp_path):
     [
         ({"network__nn_type": "transformer"}, "feed-forward"),
         ({"targets__target_type": "DOS"}, "predicts DOS"),
-        ({"network__layer_activations": ["ReLU", "Tanh", "ReLU"]}, "the same activation"),
+        ({"network__layer_activations": ["ReLU", None, "ReLU"]}, "an activation after every hidden layer"),
         ({"network__layer_activations": "Hardswish"}, "Hardswish; supported are"),
         ({"network__layer_sizes": [6, 9, 9, 7]}, "parameters say"),
         ({"network": mala.layers(SIZES, torch.nn.PReLU)}, "has weights, which is not supported"),

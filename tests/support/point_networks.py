@@ -12,7 +12,7 @@ from tests.support.snapshots import ENERGIES
 DTYPE = torch.float64
 
 
-def network(activation: str = "silu", output: str | None = None, dtype: torch.dtype = DTYPE) -> LDOSNetwork:
+def network(activation: str | list[str] = "silu", output: str | None = None, dtype: torch.dtype = DTYPE) -> LDOSNetwork:
     facts = PointFacts(
         "ldos",
         LinearScale("standard", [1.0, -2.0, 300.0], [2.0, 0.5, 30.0]),

@@ -16,26 +16,30 @@ TARGETS = ("energy", "forces", "stress")
 
 def test_errors_equal_a_plain_numpy_calculation():
     batch, outputs = random_batch([3, 1, 4, 2], seed=5)
-    metrics = ErrorMetrics(TARGETS, SPECIES)
+    metrics = ErrorMetrics(TARGETS, SPECIES, maxima=True)
     metrics.update(outputs, batch)
     values = metrics.compute()
+    assert set(values) == set(metrics.names())
     error = {name: (outputs[name].detach() - batch[name]).numpy() for name in TARGETS}
     per_atom = error["energy"] / batch["n_atoms"].numpy()
     assert values["energy_mae"] == pytest.approx(1000 * np.nanmean(np.abs(per_atom)), rel=1e-12)
     assert values["energy_total_rmse"] == pytest.approx(1000 * np.sqrt(np.nanmean(error["energy"] ** 2)), rel=1e-12)
     assert values["forces_rmse"] == pytest.approx(1000 * np.sqrt(np.nanmean(error["forces"] ** 2)), rel=1e-12)
+    assert values["energy_max"] == pytest.approx(1000 * np.nanmax(np.abs(per_atom)), rel=1e-12)
     assert values["stress_mae"] == pytest.approx(np.nanmean(np.abs(error["stress"])) / ase_units.GPa, rel=1e-6)
     for index, symbol in enumerate(SPECIES):
         mine = error["forces"][batch["species"].numpy() == index]
         assert values[f"forces_mae/{symbol}"] == pytest.approx(1000 * np.nanmean(np.abs(mine)), rel=1e-12)
+        assert values[f"forces_max/{symbol}"] == pytest.approx(1000 * np.nanmax(np.abs(mine)), rel=1e-12)
+    assert values["forces_max"] == max(values[f"forces_max/{symbol}"] for symbol in SPECIES)
 
 
 def test_several_updates_equal_one():
     a, b = random_batch([2, 3], seed=6), random_batch([1, 5, 2], seed=7)
-    both = ErrorMetrics(TARGETS, SPECIES)
+    both = ErrorMetrics(TARGETS, SPECIES, maxima=True)
     for batch, outputs in (a, b):
         both.update(outputs, batch)
-    one = ErrorMetrics(TARGETS, SPECIES)
+    one = ErrorMetrics(TARGETS, SPECIES, maxima=True)
     joined = {key: torch.cat([a[0][key], b[0][key]]) for key in (*TARGETS, "n_atoms", "species")}
     one.update({key: torch.cat([a[1][key], b[1][key]]) for key in TARGETS}, joined)
     assert both.compute() == pytest.approx(one.compute(), rel=1e-12)

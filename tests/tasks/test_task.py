@@ -134,6 +134,22 @@ def test_total_energy_loss_differs_from_per_atom_by_the_square_of_the_size():
     assert float(total) == pytest.approx(16 * float(per_atom), rel=1e-12)
 
 
+def test_a_huber_loss_by_magnitude_is_that_of_nequip():
+    """Numbers of NequIP 0.19.1: StratifiedHuberForceLoss with these deltas and vectors."""
+    generator = torch.Generator().manual_seed(0)
+    prediction, target = (6 * torch.randn(200, 3, generator=generator, dtype=torch.float64) for _ in range(2))
+    for strata, expected in (
+        ([[0, 0.5], [5.0, 1.0], [10.0, 3.0]], 11.9149341564701),
+        ([[4.0, 0.2], [8.0, 0.9]], 5.964760582460968),
+    ):
+        options = TaskOptions(forces=TargetOptions(loss="huber", huber_deltas=strata))
+        (forces,) = Task(options, SPECIES).targets
+        assert float(forces.loss(prediction, target).mean()) == pytest.approx(expected, rel=1e-12)
+        zero = target.clone().requires_grad_(True)
+        (slope,) = torch.autograd.grad(forces.loss(zero, target).sum(), zero)
+        assert not slope.any()
+
+
 def test_huber_is_quadratic_inside_and_linear_outside():
     batch, outputs = random_batch([1, 1], seed=2, missing=0.0)
     batch["weight"][:] = 1.0
@@ -164,6 +180,9 @@ def test_user_loss_is_named_by_import_path():
         (TaskOptions(forces=TargetOptions(species_weights={"Xe": 2.0})), "Xe"),
         (TaskOptions(energy=TargetOptions(loss="msee")), r"task\.energy\.loss.*msee"),
         (TaskOptions(energy=TargetOptions(loss="huber", huber_delta=0.0)), "huber_delta"),
+        (TaskOptions(energy=TargetOptions(loss="huber", huber_deltas=[[0, 0.1]])), "huber_deltas is for forces"),
+        (TaskOptions(forces=TargetOptions(loss="huber", huber_deltas=[[5, 0.1], [0, 0.2]])), "ascending"),
+        (TaskOptions(forces=TargetOptions(loss="huber", huber_deltas=[[5, "a"]])), "must be a list"),
     ],
 )
 def test_impossible_tasks_are_refused_with_the_setting_named(options, message):

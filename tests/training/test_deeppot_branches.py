@@ -20,9 +20,11 @@ from forgefield.cli import main
 from forgefield.config.deepmd import translation
 from forgefield.config.loading import load_config
 from forgefield.data.module import read_data
+from forgefield.data.sampling.batching import training_order
 from forgefield.errors import ForgefieldError
 from forgefield.inference.uncertainty import load_uncertainty
 from forgefield.models.building import build_model
+from forgefield.models.deeppot.exporter import write_deepmd
 from forgefield.models.deeppot.importer import read_deepmd
 from forgefield.runs import Run
 from forgefield.training.engines.engine import Engine
@@ -196,6 +198,41 @@ def test_aliases_of_branches_are_noted_with_the_name_that_selects_the_branch(tra
     assert translated.notes["model.model_dict.dry.model_branch_alias"] == "select this branch by its name: --head dry."
 
 
+def test_epochs_of_branches_are_one_epoch_of_draws(tmp_path):
+    file = several_input(tmp_path, num_epoch_dict={"wet": 2, "dry": 2.5})
+    content = json.loads(file.read_text())
+    del content["training"]["model_prob"], content["training"]["numb_steps"]
+    file.write_text(json.dumps(content))
+    config = load_config(file)
+    assert config.trainer["max_epochs"] == 1
+    for batch in ({"frames": 1}, {"frames": 1, "by_source": True}):
+        config = load_config(file, [f"data.batch={batch}".replace(" ", "").replace("'", "").replace("True", "true")])
+        data = read_data(config.data, 0, branches=["dry", "wet"])
+        order = training_order(config.data, data.train.frames, 0)(np.arange(9), np.ones(9, dtype=np.int64))
+        assert np.bincount(order.rows(0)).tolist()[:5] == [2] * 5
+        assert len(order.rows(0)) == 2 * 5 + 10
+
+
+def test_branches_with_one_network_differ_by_their_case(tmp_path):
+    shared = ["model.branches={wet:{fitting_net:{neuron:[6],dim_case_embd:2}},dry:{share:wet}}", f"out={tmp_path}/runs"]
+    run = api.train(several_input(tmp_path), *shared)
+    potential = run.load_potential("last")
+    config = load_config(tmp_path / "several.json")
+    batch = read_data(config.data, 0, branches=["dry", "wet"]).train.batch([0, 6])
+    with torch.no_grad():
+        both = potential.eval()(batch)["energy"]
+        alone = [load(run, which="last", head=name)(batch)["energy"][i] for i, name in enumerate(("wet", "dry"))]
+        torch.testing.assert_close(both, torch.stack(alone), rtol=0, atol=1e-9)
+        # Without energies of species, the two differ only by the branch that the network reads.
+        bias = run.info["model"]["branches"]["wet"]["out_bias"], run.info["model"]["branches"]["dry"]["out_bias"]
+        other = load(run, which="last", head="dry")(batch)["energy"][0]
+        counts = torch.bincount(batch["species"][batch["frame"] == 0], minlength=2).double()
+        shift = counts @ (torch.tensor(bias[1]) - torch.tensor(bias[0])).double()
+    assert abs(float(other - shift - alone[0])) > 1e-4
+    path = write_deepmd(load(run, which="last", head="dry"), tmp_path / "dry.yaml")
+    assert read_deepmd(path).resolved["fitting_net"]["case"] == 0
+
+
 # ---- what is refused
 
 
@@ -211,7 +248,7 @@ def test_aliases_of_branches_are_noted_with_the_name_that_selects_the_branch(tra
         ("model.shared_dict.more", {}, "'model.shared_dict.more' is used by no branch"),
         ("training.data_dict.damp", {}, "'training.data_dict.damp' is for a branch that 'model.model_dict' does not have"),
         ("training.model_prob", {"wet": 1.0}, "'training.model_prob.dry' is missing"),
-        ("training.num_epoch_dict", {"wet": 1}, "'training.num_epoch_dict' is not supported"),
+        ("training.num_epoch_dict", {"wet": 1, "dry": 2}, "model_prob gives others; keep one"),
         ("loss", {}, "losses are given in 'loss_dict'"),
     ],
 )  # fmt: skip

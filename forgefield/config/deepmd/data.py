@@ -7,18 +7,23 @@ from pathlib import Path
 from typing import Any
 
 from forgefield.config.deepmd.section import MISSING, Section, is_number
+from forgefield.config.deepmd.types import with_names
 from forgefield.errors import ForgefieldError
 
 RULES = {"auto": "auto:N", "max": "max:N", "filter": "filter:N", "mixed": "mixed:N", "mix": "mix:N"}
 ALIASES = {"auto_prob": ("auto_prob_style",), "sys_probs": ("sys_weights",), "numb_btch": ("numb_batch",)}
 
 
-def translate_data(training: Section, species: list[str]) -> dict[str, Any]:
-    """`train`, `batch`, `sampling`, `val` and `eval_batch` of our `data` section."""
+def translate_data(training: Section, species: list[str], type_names: dict[str, str] | None = None) -> dict[str, Any]:
+    """`train`, `batch`, `sampling`, `val` and `eval_batch` of our `data` section.
+
+    type_names: elements of types with other names.
+    """
+    names = type_names or {}
     section = training.below("training_data")
     if section is None:
         raise ForgefieldError(f"{training.file}: 'training.training_data' is missing; its key systems names the data.")
-    data: dict[str, Any] = {"train": _sources(section, species), "batch": _batch(section)}
+    data: dict[str, Any] = {"train": _sources(section, species, names), "batch": _batch(section)}
     sampling = _sampling(section)
     if sampling is not None:
         data["sampling"] = sampling
@@ -26,7 +31,7 @@ def translate_data(training: Section, species: list[str]) -> dict[str, Any]:
     section.only("set_prefix", "set", "sets are the folders set.*")
     section.finish()
     validation = training.below("validation_data")
-    data |= _validation(validation, species)
+    data |= _validation(validation, species, names)
     shared = [name for name in _names(data["val"]) if name in _names(data["train"])]
     if shared and validation is not None:
         data["overlap"] = "allow"
@@ -43,10 +48,11 @@ def _names(sources: Any) -> list[str]:
     return [entry["path"] if isinstance(entry, dict) else entry for entry in entries]
 
 
-def _validation(section: Section | None, species: list[str]) -> dict[str, Any]:
+def _validation(section: Section | None, species: list[str], type_names: dict[str, str]) -> dict[str, Any]:
     if section is None:
         return {"val": None}
-    data = {"val": _sources(section, species), "eval_batch": _evaluation_batch(section)}
+    sources = _sources(section, species, type_names)
+    data = {"val": [sources] if isinstance(sources, dict) else sources, "eval_batch": _evaluation_batch(section)}
     note = "every validation is over all of its frames, each once."
     for name in ("numb_btch", "sys_probs", "auto_prob"):
         value = section.take(name, also=ALIASES[name])
@@ -60,7 +66,7 @@ def _validation(section: Section | None, species: list[str]) -> dict[str, Any]:
 # --- where frames are
 
 
-def _sources(section: Section, species: list[str]) -> Any:
+def _sources(section: Section, species: list[str], type_names: dict[str, str]) -> Any:
     """What `data.train` or `data.val` is: a path, or a list of paths and of {path, type_map}."""
     systems = section.take("systems", MISSING)
     names = [systems] if isinstance(systems, str) else systems
@@ -69,14 +75,19 @@ def _sources(section: Section, species: list[str]) -> Any:
     patterns = section.take("rglob_patterns")
     if patterns is not None and not (isinstance(patterns, list) and all(isinstance(p, str) for p in patterns)):
         raise section.wrong("rglob_patterns", patterns, "a list of patterns")
-    sources = [entry for name in names for entry in _entries(name, patterns, section.file, species)]
+    sources = [entry for name in names for entry in _entries(name, patterns, section.file, species, type_names)]
+    sources = [with_names(source, type_names) for source in sources]
     return sources[0] if len(sources) == 1 else sources
 
 
-def _entries(name: str, patterns: list[str] | None, file: Path, species: list[str]) -> list[Any]:
+def _entries(
+    name: str, patterns: list[str] | None, file: Path, species: list[str], type_names: dict[str, str]
+) -> list[Any]:
     """One entry of `systems`: itself, or the systems below that folder as DeePMD-kit looks for them."""
     root = next((folder / name for folder in (Path.cwd(), file.absolute().parent) if (folder / name).exists()), None)
-    if root is None or root.is_file() or root.suffix == ".lmdb":
+    if Path(name).suffix == ".lmdb" or (root is not None and (root / "data.mdb").is_file()):
+        return [name if type_names else {"path": name, "type_map": species}]  # used if the file does not name its types
+    if root is None or root.is_file():
         return [name]  # errors in it are reported by the reader
     looked = (
         root.rglob("type.raw")

@@ -8,22 +8,33 @@ from forgefield.config.deepmd.section import MISSING, Section
 from forgefield.config.deepmd.values import NETWORK, kind_of, written_values
 from forgefield.errors import ForgefieldError
 
-DESCRIPTORS = {"se_a": "se_e2_a", "se_r": "se_e2_r", "dpa1": "se_atten"}
+STRIPPED = "se_a_ebd_v2"
+"""se_e2_a that reads an embedding of types through a separate network."""
+DESCRIPTORS = {
+    "se_a": "se_e2_a",
+    "se_r": "se_e2_r",
+    "se_t": "se_e3",
+    "se_at": "se_e3",
+    "se_a_3be": "se_e3",
+    "dpa1": "se_atten",
+    "se_a_tpe_v2": STRIPPED,
+}
 """Other names of descriptors that are read."""
 _TENSORFLOW = "a descriptor of DeePMD-kit's TensorFlow backend alone"
 _TYPE_EMBEDDED = (
-    "se_e2_a with a type embedding, which DeePMD-kit's TensorFlow backend alone has; its PyTorch backend and Forgefield embed "
-    "types in se_atten, which without attention (attn_layer: 0) is closest to it"
+    "a descriptor of DeePMD-kit's TensorFlow backend alone; se_e2_a or se_a_ebd_v2 with model.type_embedding, and se_atten "
+    "without attention (attn_layer: 0), read types as well"
 )
 _NOT_HERE = "a descriptor that is not supported"
 OTHER_DESCRIPTORS = {
     **dict.fromkeys(("loc_frame", "se_a_mask"), _TENSORFLOW),
-    **dict.fromkeys(("se_a_tpe", "se_a_tpe_v2", "se_a_ebd", "se_a_ebd_v2"), _TYPE_EMBEDDED),
-    **dict.fromkeys(("se_e3", "se_at", "se_a_3be", "se_t", "se_e3_tebd"), _NOT_HERE),
+    **dict.fromkeys(("se_a_tpe", "se_a_ebd"), _TYPE_EMBEDDED),
+    **dict.fromkeys(("se_e3_tebd",), _NOT_HERE),
     **dict.fromkeys(("dpa2", "dpa3", "dpa4", "dpa4c", "se_zm", "SeZM"), _NOT_HERE),
 }
 """Descriptors that are not supported, and why."""
-SE_E2_R = (*NETWORK, "sel", "rcut_smth", "type_one_side", "exclude_types", "env_protection", "set_davg_zero")
+SE_E3 = (*NETWORK, "sel", "rcut_smth", "exclude_types", "env_protection", "set_davg_zero")
+SE_E2_R = (*SE_E3, "type_one_side")
 SE_ATTEN_V2 = (
     *SE_E2_R,
     *("axis_neuron", "attn", "attn_layer", "attn_dotr", "attn_mask", "trainable_ln", "ln_eps", "tebd_dim"),
@@ -32,6 +43,8 @@ SE_ATTEN_V2 = (
 DESCRIPTOR_KEYS = {
     "se_e2_r": SE_E2_R,
     "se_e2_a": (*SE_E2_R, "axis_neuron"),
+    STRIPPED: (*SE_E2_R, "axis_neuron"),
+    "se_e3": SE_E3,
     "se_atten": (*SE_ATTEN_V2, "smooth_type_embedding", "tebd_input_mode"),
     "se_atten_v2": SE_ATTEN_V2,
 }

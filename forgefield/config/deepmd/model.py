@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from forgefield.config.deepmd.descriptors import networks_of, translate_descriptor
+from forgefield.config.deepmd.descriptors import STRIPPED, networks_of, translate_descriptor
+from forgefield.config.deepmd.linear import network_and_table
 from forgefield.config.deepmd.section import MISSING, Section, is_number
+from forgefield.config.deepmd.types import elements_of_types, renamed
 from forgefield.config.deepmd.values import NETWORK, PRECISIONS, kind_of, written_values
-from forgefield.config.nearest import did_you_mean
 from forgefield.errors import ForgefieldError
 from forgefield.files import find_path
 
@@ -27,21 +28,19 @@ OTHER_MODELS = {
     "frozen": "a trained model; import its file (forgefield import deepmd FILE) and train with --init-model",
     "pairtab": "a table without a network; a table with a network is model.use_srtab",
     "pairwise_dprc": "of DeePMD-kit's TensorFlow backend alone",
-    "linear_ener": "a weighted sum of models; a network with a table of pair energies is model.use_srtab",
+    "linear_ener": "a sum of models, and model.models does not list them",
 }
 """Other types of models, and what they are."""
 PARAMETERS = ("numb_fparam", "numb_aparam", "default_fparam")
 FITTING_KEYS = {
-    "ener": (*NETWORK, *PARAMETERS, "rcond", "atom_ener"),
+    "ener": (*NETWORK, *PARAMETERS, "rcond", "atom_ener", "dim_case_embd"),
     "property": (*NETWORK, *PARAMETERS, "task_dim", "intensive", "distinguish_types", "property_name"),
     "dos": (*NETWORK, *PARAMETERS, "rcond", "numb_dos"),
     "dipole": (*NETWORK, *PARAMETERS, "sel_type"),
     "polar": (*NETWORK, *PARAMETERS, "fit_diag", "scale", "shift_diag", "sel_type"),
 }
-TYPE_EMBEDDING = (
-    "only DeePMD-kit's TensorFlow backend has a type embedding outside the descriptor; use the descriptor se_atten with "
-    "attn_layer 0, which has one inside (descriptor.tebd_dim)"
-)
+TAKE_TYPES = ("se_e2_a", STRIPPED, "se_atten", "se_atten_v2")
+"""Descriptors that read the embedding of types in `model.type_embedding`."""
 WITHOUT_EFFECT = {
     "data_stat_nbatch": "statistics of the training data are taken once and kept",
     "data_bias_nsample": "it is used by `dp change-bias` and fine-tuning alone",
@@ -60,6 +59,8 @@ class Model:
     precision: str
     fields: dict[str, Any]
     """Additional values that the network reads from the data (`data.labels.fields`)."""
+    type_names: dict[str, str] = field(default_factory=dict)
+    """Elements of atom types that have other names."""
 
     @property
     def fitting(self) -> dict[str, Any]:
@@ -67,19 +68,32 @@ class Model:
         return fitting
 
 
-def translate_model(section: Section) -> Model:
+def translate_model(section: Section, elements: Sequence[str] | None = None) -> Model:
+    """elements: of the atom types, in their order, where the user gave them."""
+    section, table = network_and_table(section) if "models" in section.names() else (section, None)
     _refuse_other_kinds(section)
-    species = _species(section)
+    types = _types(section, elements)
+    species = elements_of_types(str(section.file), section.path("type_map"), types, elements)
+    type_names = renamed(types, species)
     descriptor, cutoff = translate_descriptor(section)
+    descriptor = _with_type_embedding(section, descriptor)
+    if table is not None:
+        descriptor, cutoff = table.within(descriptor, cutoff), max(cutoff, table.cutoff)
     fitting = _fitting(section)
     precision = _agree_on_precision(descriptor, fitting)
     options: dict[str, Any] = {"name": "deeppot", "descriptor": descriptor, "fitting_net": fitting}
     for name in ("pair_exclude_types", "atom_exclude_types"):
         if value := section.take(name, []):
             options[name] = value
-    options |= _short_range(section) | _preset_bias(section, len(species))
+    options |= _short_range(section) | _preset_bias(section, len(species)) | ({} if table is None else table.options())
+    if type_names:
+        options["type_names"] = types
+        section.notes[section.path("type_map")] = (
+            f"{', '.join(f'{name} is {element}' for name, element in type_names.items())} in structures; training does not "
+            "depend on these elements (data.species), and files for DeePMD-kit contain the names (model.type_names)."
+        )
     section.finish()
-    return Model(options, species, cutoff, precision, _parameter_fields(fitting))
+    return Model(options, species, cutoff, precision, _parameter_fields(fitting), type_names)
 
 
 def _refuse_other_kinds(section: Section) -> None:
@@ -100,28 +114,62 @@ def _refuse_other_kinds(section: Section) -> None:
     section.only("spin", None, "magnetic moments are not supported")
     section.only("modifier", None, "data modifiers are of DeePMD-kit's TensorFlow alone")
     section.only("compress", None, "models are compressed when they are exported, not by the input")
-    section.only("type_embedding", None, TYPE_EMBEDDING)
     for name, why in WITHOUT_EFFECT.items():
         section.note(name, f"no effect: {why}.", unless=[{}])
 
 
-def _species(section: Section) -> list[str]:
-    names = section.take("type_map")
-    if names is None:
-        raise section.refused("type_map", "is missing; name the element of each atom type, such as ['O', 'H']")
-    if not isinstance(names, list) or not names or not all(isinstance(name, str) for name in names):
-        raise section.wrong("type_map", names, "a list of elements such as ['O', 'H']")
-    if len(set(names)) != len(names):
-        raise section.wrong("type_map", names, "a list of different elements")
-    from ase.data import chemical_symbols
+def _with_type_embedding(section: Section, descriptor: dict[str, Any]) -> dict[str, Any]:
+    """The descriptor with `model.type_embedding` inside: without attention, `se_atten` is se_e2_a that reads an embedding."""
+    embedding, parts = section.below("type_embedding"), networks_of(descriptor)
+    if embedding is None:
+        if any(part["type"] == STRIPPED for part in parts):
+            raise section.refused("type_embedding", f"is missing; the descriptor {STRIPPED} reads it")
+        return descriptor
+    neuron = written_values(embedding, (*NETWORK, "use_tebd_bias")).get("neuron", [8])
+    embedding.only("use_econf_tebd", False, "electronic configurations are an option of the descriptor here")
+    embedding.finish()
+    if other := next((part["type"] for part in parts if part["type"] not in TAKE_TYPES), None):
+        raise section.refused("type_embedding", f"is given with the descriptor {other}, which reads no types here")
+    embedded = [_embedding_types(part, neuron[-1]) for part in parts]
+    for part in embedded[1:]:
+        part["concat_output_tebd"] = False
+    section.notes[section.path("type_embedding")] = (
+        f"types are {neuron[-1]} numbers (descriptor.tebd_dim), which are trained directly instead of the network that "
+        "computes them from the index of the type; se_e2_a that reads them is se_atten with attn_layer: 0."
+        + (" Each part of the hybrid has its own." if len(parts) > 1 else "")
+    )
+    return {**descriptor, "list": embedded} if descriptor["type"] == "hybrid" else embedded[0]
 
-    for name in names:
-        if name not in chemical_symbols[1:]:
-            raise section.refused(
-                "type_map",
-                f"names '{name}', and types are chemical elements here{_aside(name, chemical_symbols[1:])}; name the element "
-                "in the input and in type_map.raw",
-            )
+
+def _embedding_types(part: dict[str, Any], tebd_dim: int) -> dict[str, Any]:
+    kind, others = part["type"], {key: value for key, value in part.items() if key != "type"}
+    if kind.startswith("se_atten"):
+        return {"type": kind, **others, "tebd_dim": tebd_dim}
+    mode = "strip" if kind == STRIPPED else "concat"
+    options = {
+        "type": "se_atten",
+        "attn_layer": 0,
+        "tebd_dim": tebd_dim,
+        "tebd_input_mode": mode,
+        "set_davg_zero": False,
+    }
+    if others.get("exclude_types") and isinstance(others.get("sel"), list):  # excluded neighbours would need slots
+        others["neighbour_norm"] = float(sum(others.pop("sel")))
+    return {**options, **others}
+
+
+def _types(section: Section, elements: Sequence[str] | None) -> list[str]:
+    """Names of the atom types. elements: where the user gave them."""
+    names = section.take("type_map", elements)
+    if names is None:
+        raise section.refused(
+            "type_map",
+            "is missing; name each atom type, such as ['O', 'H'], or give data.species=[O,H] (convert-config: --species)",
+        )
+    if not isinstance(names, list) or not names or not all(isinstance(name, str) for name in names):
+        raise section.wrong("type_map", names, "a list of names such as ['O', 'H']")
+    if len(set(names)) != len(names):
+        raise section.wrong("type_map", names, "a list of different names")
     return names
 
 
@@ -133,8 +181,9 @@ def _fitting(section: Section) -> dict[str, Any]:
     options = written_values(inner, FITTING_KEYS[kind])
     if kind == "property" and not isinstance(options.get("property_name"), str):
         raise inner.refused("property_name", "is missing: it is the name of the property's files")
-    inner.only("dim_case_embd", 0, "this is for several models trained together")
-    if kind == "ener":
+    if kind != "ener":
+        inner.only("dim_case_embd", 0, "only branches with energies have one here")
+    else:
         inner.only("layer_name", None, "networks do not share layers here")
         inner.only("use_aparam_as_mask", False, "atoms are not masked by their parameters")
     inner.finish()
@@ -184,8 +233,3 @@ def _parameter_fields(fitting: dict[str, Any]) -> dict[str, Any]:
     sizes = {name: fitting.get(f"numb_{name}", 0) for name in ("fparam", "aparam")}
     per = {"fparam": "frame", "aparam": "atom"}
     return {name: {"per": per[name], "shape": [size]} for name, size in sizes.items() if size}
-
-
-def _aside(name: str, candidates: Sequence[str]) -> str:
-    hint = did_you_mean(name, candidates).strip()
-    return f" ({hint[0].lower()}{hint[1:]})" if hint else ""

@@ -17,10 +17,14 @@ METRICS = {"e": "energy", "f": "forces", "v": "virial"}
 IN_THE_FOLDER = "everything of a run lies in its folder"
 
 
-def translate_length(section: Section) -> dict[str, int]:
-    """`max_steps` or `max_epochs`."""
+def translate_length(section: Section, data: dict[str, Any]) -> dict[str, int]:
+    """`max_steps` or `max_epochs`. data: our `data` section."""
     steps = section.integer("numb_steps", at_least=1, also=STEPS)
     epochs = section.number("numb_epoch", above=0, also=EPOCHS)
+    if _counts_epochs(data):  # one epoch is the whole training
+        if steps is not None or epochs is not None:
+            raise section.refused("num_epoch_dict", "and numb_steps or numb_epoch say the same thing; keep one")
+        return {"max_epochs": 1}
     if (steps is None) == (epochs is None):
         why = "say the same thing; keep one" if steps is not None else "are both missing; give one"
         raise ForgefieldError(f"{section.file}: 'training.numb_steps' and 'training.numb_epoch' {why}.")
@@ -33,8 +37,14 @@ def translate_length(section: Section) -> dict[str, int]:
     return {"max_epochs": int(epochs)}
 
 
+def _counts_epochs(data: dict[str, Any]) -> bool:
+    """Whether the data of each branch is used a given number of times."""
+    sampling = data.get("sampling")
+    return isinstance(sampling, dict) and "epochs" in sampling
+
+
 def refuse_epochs_of_draws(section: Section, length: dict[str, int], data: dict[str, Any]) -> None:
-    if "max_steps" not in length and "sampling" in data:
+    if "max_steps" not in length and "sampling" in data and not _counts_epochs(data):
         raise section.refused(
             "numb_epoch", "means something else where systems are drawn by probability; give training.numb_steps"
         )

@@ -6,14 +6,14 @@ together, and what cannot be put together is refused.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from forgefield.config.deepmd.data import translate_data
 from forgefield.config.deepmd.loss import translate_loss
 from forgefield.config.deepmd.model import Model, translate_model
-from forgefield.config.deepmd.section import Section
+from forgefield.config.deepmd.section import Section, is_number
 from forgefield.errors import ForgefieldError
 
 SHARED = ("type_map", "descriptor", "fitting_net")
@@ -58,9 +58,12 @@ class Shared:
 
 
 class Branches:
-    """A multi-task input, branch by branch. model, training: sections of the input. root: the input."""
+    """A multi-task input, branch by branch.
 
-    def __init__(self, root: Section, model: Section, training: Section) -> None:
+    model, training: sections of the input. root: the input. elements: of the atom types, where the user gave them.
+    """
+
+    def __init__(self, root: Section, model: Section, training: Section, elements: Sequence[str] | None) -> None:
         self.root, self.training, self.file = root, training, root.file
         shared = Shared(model.below("shared_dict"), self.file)
         branches = model.take("model_dict")
@@ -72,7 +75,9 @@ class Branches:
         for name in names:
             content = {**common, **shared.expand(name, branches[name])}
             self._note_aliases(name, content.pop("model_branch_alias", None))
-            self.models[name] = translate_model(Section(content, self.file, f"model.model_dict.{name}", root.notes))
+            self.models[name] = translate_model(
+                Section(content, self.file, f"model.model_dict.{name}", root.notes), elements
+            )
         shared.finish()
         self.shared = shared
         self._require_common()
@@ -132,7 +137,9 @@ class Branches:
             branches[name] = section
         options["fitting_net"] = {"type": "ener"}
         fields = {key: value for model in self.models.values() for key, value in model.fields.items()}
-        return Model({**options, "branches": branches}, first.species, first.cutoff, first.precision, fields)
+        return Model(
+            {**options, "branches": branches}, first.species, first.cutoff, first.precision, fields, first.type_names
+        )
 
     def task(self) -> dict[str, Any]:
         """Our `task`: targets of each branch."""
@@ -147,11 +154,11 @@ class Branches:
 
     def data(self) -> dict[str, Any]:
         """Our `data`: sources of all branches, and how often each is drawn."""
-        species = next(iter(self.models.values())).species
+        first = next(iter(self.models.values()))
         parts = {}
         for name, content in _by_branch(self.training, "data_dict", self.names).items():
             section = Section(content, self.file, f"training.data_dict.{name}", self.root.notes)
-            parts[name] = translate_data(section, species)
+            parts[name] = translate_data(section, first.species, first.type_names)
             section.note("stat_file", "statistics are kept by themselves, for any run with the same data.")
             section.finish()
         val = [entry for name, part in parts.items() for entry in _of_branch(part["val"], name)]
@@ -180,20 +187,36 @@ class Branches:
             sizes += frames
         return {"by_source": sizes}
 
+    def _epochs(self, epochs: object, probabilities: object) -> dict[str, float]:
+        """How often the data of each branch is used in the whole training."""
+        if probabilities:
+            raise self.training.refused(
+                "num_epoch_dict", "determines probabilities, and model_prob gives others; keep one"
+            )
+        numbers = _by_branch(Section({"num_epoch_dict": epochs}, self.file, "training"), "num_epoch_dict", self.names)
+        for name, number in numbers.items():
+            if not is_number(number) or number <= 0:
+                raise self.training.refused(
+                    "num_epoch_dict", f"has {number!r:.40} for {name}; it should be a number above 0"
+                )
+        return numbers
+
     def _sampling(self, parts: Mapping[str, dict[str, Any]]) -> dict[str, Any]:
         rules = {str(part.get("sampling")): part.get("sampling") for part in parts.values()}
         if len(rules) > 1 or next(iter(rules.values())) not in (None, "uniform"):
             raise self.training.refused(
                 "data_dict", "gives probabilities of systems; within a branch systems are drawn by size or alike"
             )
-        if self.training.take("num_epoch_dict"):
-            raise self.training.refused("num_epoch_dict", "is not supported; give numb_steps and model_prob")
+        size = next(iter(rules.values())) or "size"
+        epochs = self.training.take("num_epoch_dict")
         probabilities = self.training.take("model_prob")
+        if epochs:
+            return {"epochs": self._epochs(epochs, probabilities), "rule": size}
         if probabilities:
             probabilities = _by_branch(
                 Section({"model_prob": probabilities}, self.file, "training"), "model_prob", self.names
             )
-        return {"branches": probabilities or "auto", "rule": next(iter(rules.values())) or "size"}
+        return {"branches": probabilities or "auto", "rule": size}
 
 
 def _outside(model: Model) -> dict[str, Any]:

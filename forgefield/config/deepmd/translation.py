@@ -7,7 +7,7 @@ with that reason. The config consists of plain values and can be stored, changed
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -62,20 +62,24 @@ def is_deepmd_input(content: object) -> bool:
     return any(key in model for key in ("type_map", "descriptor", "model_dict", "models"))
 
 
-def translate(content: Mapping[str, Any], file: Path) -> dict[str, Any]:
-    """The Forgefield config of an input. file: where it was read, for messages and relative paths."""
-    return translation(content, file).config
+def translate(content: Mapping[str, Any], file: Path, species: Sequence[str] | None = None) -> dict[str, Any]:
+    """The Forgefield config of an input.
+
+    file: where it was read, for messages and relative paths. species: elements of the atom types, in their order, where the
+    user gave them.
+    """
+    return translation(content, file, species).config
 
 
-def translation(content: Mapping[str, Any], file: Path) -> Translation:
+def translation(content: Mapping[str, Any], file: Path, species: Sequence[str] | None = None) -> Translation:
     """The same, with what the user should know."""
     root = Section(updated(content, file), file)
     root.only("nvnmd", None, "training for NVNMD hardware is of DeePMD-kit's TensorFlow alone")
     model_section, training = root.below("model"), root.below("training")
     if model_section is None or training is None:
         raise ForgefieldError(f"{file}: an input of DeePMD-kit needs the sections 'model' and 'training'.")
-    model, data, learnt = _parts(root, model_section, training)
-    length, task = translate_length(training), learnt.task
+    model, data, learnt = _parts(root, model_section, training, species)
+    length, task = translate_length(training, data), learnt.task
     refuse_epochs_of_draws(training, length, data)
     weights = precision(training, model.precision)
     run = translate_run(training, length, learnt, validates=data["val"] is not None)
@@ -96,18 +100,20 @@ def translation(content: Mapping[str, Any], file: Path) -> Translation:
     return Translation(config, root.notes)
 
 
-def _parts(root: Section, model_section: Section, training: Section) -> tuple[Model, dict[str, Any], OutputTask]:
+def _parts(
+    root: Section, model_section: Section, training: Section, species: Sequence[str] | None
+) -> tuple[Model, dict[str, Any], OutputTask]:
     """Model, our `data` section, and what is learnt; of one model or of several branches."""
     if "model_dict" in model_section.names():
-        branches = Branches(root, model_section, training)
+        branches = Branches(root, model_section, training, species)
         model, data, learnt = branches.model(), branches.data(), OutputTask(branches.task())
         root.only("loss", None, "with 'model.model_dict' losses are given in 'loss_dict'")
         return model, {"species": model.species, "cutoff": model.cutoff, **data}, learnt
     _refuse_several(root, model_section, training)
-    model = translate_model(model_section)
+    model = translate_model(model_section, species)
     data = {"species": model.species, "cutoff": model.cutoff}
     data |= {"reference_energies": "fit"} if model.fitting["type"] == "ener" else {}
-    data |= translate_data(training, model.species)
+    data |= translate_data(training, model.species, model.type_names)
     loss = root.below("loss") or Section({}, root.file, "loss", root.notes)
     learnt = translate_loss(
         loss, model.fitting, model.species, data["batch"], model.options.get("atom_exclude_types", ())

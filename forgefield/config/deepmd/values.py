@@ -32,7 +32,18 @@ FLAGS = (
     ),
     "shift_diag",
 )
-COUNTS = ("seed", "axis_neuron", "attn", "attn_layer", "tebd_dim", "numb_fparam", "numb_aparam", "task_dim", "numb_dos")
+COUNTS = (
+    "seed",
+    "axis_neuron",
+    "attn",
+    "attn_layer",
+    "tebd_dim",
+    "numb_fparam",
+    "numb_aparam",
+    "dim_case_embd",
+    "task_dim",
+    "numb_dos",
+)
 NUMBERS = ("rcut_smth", "env_protection", "scaling_factor", "temperature", "ln_eps", "rcond")
 ALIASES = {
     "axis_neuron": ("n_axis_neuron",),

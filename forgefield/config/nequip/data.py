@@ -13,7 +13,7 @@ MODULES = ("ASEDataModule", "NequIPDataModule", "sGDML_CCSD_DataModule", "WaterD
 DATASETS = ("ASEDataset", "NPZDataset", "HDF5Dataset", "NequIPLMDBDataset", "EMTTestDataset")
 TRANSFORMS = (
     "ChemicalSpeciesToAtomTypeMapper", "NeighborListTransform", "NeighborListPruneTransform", "SortedNeighborListTransform",
-    "VirialToStressTransform", "AddNaNStressTransform", "NonPeriodicCellTransform",
+    "VirialToStressTransform", "StressSignFlipTransform", "AddNaNStressTransform", "NonPeriodicCellTransform",
 )  # fmt: skip
 STATISTICS = ("CommonDataStatisticsManager", "EnergyOnlyDataStatisticsManager")
 LABELS = {"total_energy": "energy", "forces": "forces", "stress": "stress", "virial": "virial"}
@@ -36,6 +36,7 @@ class DataTranslation:
         self.section, self.model = section, model
         self.values: dict[str, Any] = {"val": None}
         self.module = section.target(MODULES)
+        self.vals: list[Any] = []
         self.tests: list[Any] = []
         self._transforms(section)
         section.integer("seed", 0)
@@ -43,8 +44,14 @@ class DataTranslation:
         self._loaders()
         self._statistics()
         section.finish()
+        if not self.values.get("units"):
+            self.values.pop("units", None)
         if "train" not in self.values:
             raise ForgefieldError(f"{section.file}: '{section.key}' names no training data.")
+        if len(self.vals) == 1:
+            self.values["val"] = self.vals[0]
+        elif self.vals:
+            self.values["val"] = {str(index): files for index, files in enumerate(self.vals)}
         if len(self.tests) == 1:
             self.values["test"] = self.tests[0]
         elif self.tests:
@@ -118,25 +125,21 @@ class DataTranslation:
         return value
 
     def _add(self, split: str, value: Any) -> None:
-        """Files of one split. Validation sets are one set here; test sets keep apart."""
+        """Files of one split. Several validation sets and test sets keep apart."""
         files = [] if value is None else value if isinstance(value, list) else [value]
         if not files:
             return
-        if split == "test":
-            self.tests += files
+        if split != "train":
+            (self.tests if split == "test" else self.vals).extend(files)
             return
-        if split == "train" and ("train" in self.values or len(files) > 1):
+        if "train" in self.values or len(files) > 1:
             raise ForgefieldError(
                 f"{self.section.file}: '{self.section.key}' has several training sets, and NequIP trains on one; join them."
             )
-        before = self.values.get(split) or []
-        together = [*(before if isinstance(before, list) else [before]), *files]
-        if len(together) > 1:
-            self.section.notes[f"{self.section.key}.{split}"] = "validation sets are validated together, as one."
-        self.values[split] = together[0] if len(together) == 1 else together
+        self.values["train"] = files[0]
 
     def _split(self, part: NequIPSection, source: Any) -> None:
-        if "train" in self.values or self.tests:
+        if "train" in self.values or self.vals or self.tests:
             raise ForgefieldError(
                 f"{part.file}: '{part.key}' splits a file in addition to other data; give each set as a file instead."
             )
@@ -210,8 +213,10 @@ class DataTranslation:
         return labels
 
     def _transforms(self, section: NequIPSection) -> None:
+        kinds = []
         for item in section.objects("transforms"):
             kind = item.target(TRANSFORMS)
+            kinds.append(kind)
             if kind == "ChemicalSpeciesToAtomTypeMapper":
                 self._species(item)
             elif kind in ("NeighborListTransform", "SortedNeighborListTransform"):
@@ -225,6 +230,18 @@ class DataTranslation:
                 for name in ("padding", "override_cell"):
                     item.note(name, "the neighbours of frames without periodicity do not depend on a cell.")
             item.finish()
+        if kinds:
+            self._sign_of_stress(section, kinds)
+
+    def _sign_of_stress(self, section: NequIPSection, transforms: list[str]) -> None:
+        flips = transforms.count("StressSignFlipTransform")
+        if flips and "VirialToStressTransform" in transforms:
+            raise section.refused(
+                "transforms", "changes the sign of a stress that it computes from virials; leave out both"
+            )
+        units = {"stress": "-eV/A^3"} if flips % 2 else {}
+        if self.values.setdefault("units", units) != units:
+            raise section.refused("transforms", "changes the sign of the stress in some data sets only")
 
     def _cutoffs(self, item: NequIPSection) -> None:
         """Cutoffs of a neighbour list, which are those of the model here."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from itertools import pairwise
 from typing import Any
 
 from forgefield.config.nequip.section import NequIPSection
@@ -18,8 +19,15 @@ TYPE_NAMES = "training_module.model.type_names"
 MISSING_LABELS = "labels that are missing (NaN) never count."
 METRICS = ("EnergyForceMetrics", "EnergyForceStressMetrics", "EnergyOnlyMetrics", "MetricsManager")
 FIELDS = {"total_energy": "energy", "forces": "forces", "stress": "stress", "virial": "virial"}
-KINDS = {"MeanSquaredError": "mse", "MeanAbsoluteError": "mae", "HuberLoss": "huber"}
-ERRORS = {"MeanAbsoluteError": "mae", "RootMeanSquaredError": "rmse"}
+KINDS = {
+    "MeanSquaredError": "mse",
+    "MeanAbsoluteError": "mae",
+    "HuberLoss": "huber",
+    "StratifiedHuberForceLoss": "stratified huber",
+}
+ERRORS = {"MeanAbsoluteError": "mae", "RootMeanSquaredError": "rmse", "MaximumAbsoluteError": "max"}
+ERROR_SUFFIXES = {"mae": "mae", "rmse": "rmse", "max": "max", "maxabserr": "max"}
+"""Ends of the names of errors in coefficients, and Forgefield's."""
 QUANTITIES = {"total_energy": "energy_total", "per_atom_energy": "energy", "forces": "forces", "stress": "stress"}
 """NequIP's names of errors and Forgefield's."""
 
@@ -72,6 +80,11 @@ class LossTranslation:
         if kind == "huber":
             target["huber_delta"] = metric.number("delta", 1.0, above=0)
             metric.only("reduction", "mean", "losses are means")
+        elif kind == "stratified huber":
+            if field != "forces":
+                raise item.refused("metric", "is StratifiedHuberForceLoss, which is for forces")
+            target |= {"loss": "huber", "huber_deltas": _strata(metric)}
+            metric.only("reduction", "mean", "losses are means")
         metric.finish()
         if FIELDS[field] in ("energy", "virial"):
             target["per_atom"] = per_atom
@@ -88,6 +101,18 @@ class LossTranslation:
     def scale(self, weights: dict[str, float]) -> None:
         for name, weight in normalised(weights).items():
             self.task[name]["weight"] = weight
+
+
+def _strata(metric: NequIPSection) -> list[list[float]]:
+    """[[force, delta], ...] of a stratified loss. NequIP takes the bounds in the order in which they are written."""
+    values = metric.take("delta_dict")
+    try:
+        strata = [[float(bound), float(delta)] for bound, delta in dict(values or {}).items()]
+    except (TypeError, ValueError):
+        raise metric.wrong("delta_dict", values, "a mapping of forces to deltas") from None
+    if len(strata) < 1 or any(one[0] >= other[0] for one, other in pairwise(strata)):
+        raise metric.refused("delta_dict", "must have ascending forces, each with its delta")
+    return strata
 
 
 def normalised(weights: dict[str, float]) -> dict[str, float]:
@@ -121,7 +146,7 @@ def _metric(item: NequIPSection, symbols: dict[str, str]) -> dict[str, float]:
     """Weights of the errors of one entry, by NequIP's names."""
     field, per_atom = _field(item)
     metric = item.below("metric")
-    kind = "" if metric is None else metric.target((*ERRORS, "MeanSquaredError", "MaximumAbsoluteError", "HuberLoss"))
+    kind = "" if metric is None else metric.target((*ERRORS, "MeanSquaredError", "HuberLoss"))
     weight = item.number("coeff", None, at_least=0)
     if metric is not None:
         for name in metric.names():
@@ -134,7 +159,10 @@ def _metric(item: NequIPSection, symbols: dict[str, str]) -> dict[str, float]:
     shares = _shares(item, symbols)
     item.finish()
     if not weight:
-        item.notes[item.key] = "it is not part of the monitored sum; MAE and RMSE of all targets are always measured."
+        item.notes[item.key] = (
+            "it is not part of the monitored sum; MAE and RMSE of all targets are always measured, the largest errors with "
+            "training.max_errors."
+        )
         return {}
     if per_atom and field != "total_energy":
         raise item.refused("field", f"is {field} per atom; errors per atom are measured for total_energy")
@@ -171,9 +199,9 @@ def _field(item: NequIPSection) -> tuple[str, bool]:
 def _renamed(section: NequIPSection, name: str) -> str:
     name, slash, symbol = name.partition("/")
     quantity, _, kind = name.rpartition("_")
-    if quantity not in QUANTITIES or kind not in ("mae", "rmse"):
-        raise section.refused("coeffs", f"has {name}, which is not monitored here; use errors of kind mae or rmse")
-    return f"{QUANTITIES[quantity]}_{kind}{slash}{symbol}"
+    if quantity not in QUANTITIES or kind not in ERROR_SUFFIXES:
+        raise section.refused("coeffs", f"has {name}, which is not monitored here; use mae, rmse or maxabserr")
+    return f"{QUANTITIES[quantity]}_{ERROR_SUFFIXES[kind]}{slash}{symbol}"
 
 
 def _factor(name: str) -> float:

@@ -8,13 +8,17 @@ from forgefield.config.nequip.loss import LossTranslation, normalised
 from forgefield.config.nequip.section import NequIPSection
 from forgefield.errors import ForgefieldError
 
-MODULES = ("EMALightningModule", "NequIPLightningModule")
+MODULES = ("EMALightningModule", "NequIPLightningModule", "ScheduleFreeLightningModule")
 MONITOR = "val0_epoch/weighted_sum"
 OPTIMISERS = ("Adam", "AdamW", "SGD", "RAdam", "NAdam", "Adagrad", "Adamax", "RMSprop", "Adadelta", "Rprop", "ASGD")
+SCHEDULE_FREE = {"AdamWScheduleFree": 0.0025, "RAdamScheduleFree": 0.0025, "SGDScheduleFree": 1.0}
+"""Optimisers of the package schedulefree, and their learning rates by default."""
 SCHEDULERS = (
     "ReduceLROnPlateau", "StepLR", "MultiStepLR", "ExponentialLR", "CosineAnnealingLR", "CosineAnnealingWarmRestarts",
     "ConstantLR", "LinearLR", "PolynomialLR", "OneCycleLR", "CyclicLR",
 )  # fmt: skip
+COMBINED = ("SequentialLR", "ChainedScheduler")
+"""Schedulers that are made of others."""
 LOGGERS = {name: f"lightning.pytorch.loggers.{name}" for name in ("WandbLogger", "TensorBoardLogger", "CSVLogger")}
 CALLBACKS = (
     "EarlyStopping", "ModelCheckpoint", "LearningRateMonitor", "LossCoefficientScheduler", "LinearLossCoefficientScheduler",
@@ -51,18 +55,17 @@ OF_LIGHTNING = (
 
 def translate_module(section: NequIPSection, names: list[str]) -> tuple[dict[str, Any], LossTranslation]:
     """`training` without what model and trainer decide, and the loss."""
-    kind = section.target(
-        (*MODULES, "ScheduleFreeLightningModule", "ConFIGLightningModule", "EMAConFIGLightningModule")
-    )
+    kind = section.target((*MODULES, "ConFIGLightningModule", "EMAConFIGLightningModule"))
     if kind not in MODULES:
-        raise section.refused("_target_", f"is {kind}; supported are {' and '.join(MODULES)}")
+        raise section.refused("_target_", f"is {kind}; supported are {', '.join(MODULES)}")
     training: dict[str, Any] = {"ema": None}
     if kind == "EMALightningModule":
         training["ema"] = section.number("ema_decay", 0.999, above=0, below=1)
     loss = section.below("loss")
     if loss is None:
         raise ForgefieldError(f"{section.file}: '{section.path('loss')}' is missing.")
-    training |= _optimiser(section.below("optimizer"))
+    optimisers = OPTIMISERS if kind != "ScheduleFreeLightningModule" else tuple(SCHEDULE_FREE)
+    training |= _optimiser(section.below("optimizer"), optimisers)
     scheduler = section.below("lr_scheduler")
     if scheduler is not None:
         training["scheduler"] = _scheduler(scheduler)
@@ -73,11 +76,12 @@ def translate_module(section: NequIPSection, names: list[str]) -> tuple[dict[str
     return training, LossTranslation(loss, names)
 
 
-def _optimiser(section: NequIPSection | None) -> dict[str, Any]:
+def _optimiser(section: NequIPSection | None, classes: tuple[str, ...]) -> dict[str, Any]:
     if section is None:
         return {"lr": 0.001, "optimizer": {"name": "Adam"}}
-    name = section.target(OPTIMISERS)
-    rate = section.number("lr", 0.001, above=0)
+    name = section.target(classes)
+    rate = section.number("lr", SCHEDULE_FREE.get(name, 0.001), above=0)
+    section.note("foreach", "parameters are always updated together.")
     options = {key: section.take(key) for key in section.names()}
     return {"lr": rate, "optimizer": {"name": name, **options}}
 
@@ -86,8 +90,8 @@ def _scheduler(section: NequIPSection) -> dict[str, Any]:
     inner = section.below("scheduler")
     if inner is None:
         raise ForgefieldError(f"{section.file}: '{section.path('scheduler')}' is missing.")
-    name = inner.target(SCHEDULERS)
-    options: dict[str, Any] = {"name": name, **{key: inner.take(key) for key in inner.names()}}
+    options = _scheduler_options(inner, (*SCHEDULERS, *COMBINED))
+    name = options["name"]
     monitor = section.text("monitor", MONITOR)
     if name == "ReduceLROnPlateau":
         _require_monitor(section, monitor)
@@ -101,6 +105,16 @@ def _scheduler(section: NequIPSection) -> dict[str, Any]:
     section.note("name", "the learning rate is logged as lr.")
     section.finish()
     return options
+
+
+def _scheduler_options(section: NequIPSection, classes: tuple[str, ...]) -> dict[str, Any]:
+    """A scheduler, and the schedulers that it is made of. classes: names that it may have."""
+    name = section.target(classes)
+    options: dict[str, Any] = {"name": name}
+    if name in COMBINED:
+        members = [member for member in SCHEDULERS if member != "ReduceLROnPlateau"]
+        options["schedulers"] = [_scheduler_options(item, tuple(members)) for item in section.objects("schedulers")]
+    return options | {key: section.take(key) for key in section.names()}
 
 
 def _require_monitor(section: NequIPSection, monitor: object) -> None:

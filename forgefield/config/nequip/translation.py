@@ -58,7 +58,8 @@ def nequip_translation(content: Mapping[str, Any], file: Path) -> Translation:
     module.finish()
     trainer = translate_trainer(trainer_section, training, loss, model.precision)
     if data["val"] is not None and weights:
-        training |= {"monitor": "val/weighted_sum", "monitor_weights": weights}
+        first = "val-0" if isinstance(data["val"], dict) else "val"  # NequIP monitors the first set
+        training |= {"monitor": f"{first}/weighted_sum", "monitor_weights": weights}
     if model.engine is not None:
         training["engine"] = model.engine
     data |= {"cutoff": model.cutoff, "reference_energies": _by_symbol(model.references, symbols)}

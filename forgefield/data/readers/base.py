@@ -12,6 +12,9 @@ from forgefield.data.frame import Frame, RawBlock, RawFrame
 from forgefield.data.labels.fields import Fields
 from forgefield.data.options import UnitOptions
 
+TypeMap = tuple[str, ...] | tuple[tuple[str, str], ...]
+"""Elements of the atom types of DeePMD systems: of types 0, 1, ..., or (name, element) of types that have names."""
+
 
 @dataclass(frozen=True)
 class SourceFile:
@@ -21,7 +24,7 @@ class SourceFile:
     """Multiplies the weights of its frames."""
     share: float | None = None
     """Sampling share of all files that one entry of the setting names, together."""
-    type_map: tuple[str, ...] | None = None
+    type_map: TypeMap | None = None
     """Elements of a DeePMD system's atom types, where the system does not name them itself."""
     group: str | None = None
     """Group within an HDF5 file; None: all of it."""
@@ -78,6 +81,10 @@ class Reader(ABC):
         self, source: SourceFile, options: ReadOptions, start: int = 0, stop: int | None = None
     ) -> Iterator[RawFrame | RawBlock | Frame]:
         """Frames start to stop, in order: as they are in the file, one by one or in blocks, or (stores) as finished frames."""
+
+    def names_types(self, source: SourceFile) -> bool:
+        """Whether a source with atom types names them."""
+        return True
 
     def count(self, source: SourceFile) -> int | None:
         """Number of frames if it can be determined quickly and any range of frames can be read; else None."""

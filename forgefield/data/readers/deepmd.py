@@ -18,7 +18,7 @@ import numpy as np
 from ase.data import atomic_numbers
 
 from forgefield.data.frame import LazyColumns, RawBlock, block_ranges, matrices, within
-from forgefield.data.readers.base import Reader, ReadOptions, SourceFile
+from forgefield.data.readers.base import Reader, ReadOptions, SourceFile, TypeMap
 from forgefield.data.readers.hdf5_values import Hdf5Array, is_dataset
 from forgefield.data.readers.text import is_plain, read_text, text_rows, whole_numbers
 from forgefield.errors import ForgefieldError, SourceUnreadable
@@ -42,6 +42,9 @@ class DeepmdReader(Reader):
         self, source: SourceFile, options: ReadOptions, start: int = 0, stop: int | None = None
     ) -> Iterator[RawBlock]:
         return read_system(open_folder(source.path, source.type_map), start, stop)
+
+    def names_types(self, source: SourceFile) -> bool:
+        return (source.path / "type_map.raw").is_file()
 
     def count(self, source: SourceFile) -> int:
         return sum(open_folder(source.path, source.type_map).lengths())
@@ -73,7 +76,7 @@ class System:
         return [len(self.arrays(data_set)["coord"]) for data_set in self.sets]
 
 
-def open_folder(path: Path, type_map: tuple[str, ...] | None = None) -> System:
+def open_folder(path: Path, type_map: TypeMap | None = None) -> System:
     """The system in a folder with `type.raw`."""
     sets = tuple(item for item in sorted(path.iterdir()) if item.name.startswith("set.") and item.is_dir())
     if not sets and not (path / "coord.raw").is_file():
@@ -83,7 +86,7 @@ def open_folder(path: Path, type_map: tuple[str, ...] | None = None) -> System:
     return _system(str(path), types, names, type_map, not (path / "nopbc").exists(), sets or (path,))
 
 
-def open_group(group: h5py.Group, name: str, type_map: tuple[str, ...] | None = None) -> System:
+def open_group(group: h5py.Group, name: str, type_map: TypeMap | None = None) -> System:
     """The system in an HDF5 group with `type.raw`."""
     sets = tuple(group[key] for key in sorted(group) if key.startswith("set."))
     names = None
@@ -183,7 +186,7 @@ def _numbers(system: System, types: np.ndarray, where: str) -> np.ndarray:
         name = system.element_names[int(types.reshape(-1)[np.flatnonzero(numbers.reshape(-1) == 0)[0]])]
         raise ForgefieldError(
             f"{where}: {name!r} in its type map is not a chemical element; name the elements of its types in the source, "
-            f"as in {{path: {system.name}, type_map: [O, H]}}"
+            f"as in {{path: {system.name}, type_map: {{{name}: O}}}}"
         )
     return numbers
 
@@ -192,23 +195,11 @@ def _system(
     name: str,
     types: list[str],
     stored_names: list[str] | None,
-    type_map: tuple[str, ...] | None,
+    type_map: TypeMap | None,
     periodic: bool,
     sets: tuple[Any, ...],
 ) -> System:
-    if stored_names is None and type_map is None:
-        raise ForgefieldError(
-            f"{name}: it has no type_map.raw, so its atom types have no elements; name them in the source, "
-            f"as in {{path: {name}, type_map: [O, H]}}"
-        )
-    if stored_names is not None and type_map is not None:
-        clash = any(mine in atomic_numbers and mine != other for mine, other in zip(stored_names, type_map))
-        if clash or len(stored_names) != len(type_map):
-            raise ForgefieldError(
-                f"{name}: its type_map.raw says {' '.join(stored_names)}, the source's type_map {' '.join(type_map)}; "
-                "leave it out"
-            )
-    names = tuple(type_map or stored_names or ())
+    names = _type_names(name, stored_names, type_map)
     try:
         indices = np.array(whole_numbers(types), dtype=np.int64)
     except (ValueError, OverflowError):
@@ -222,6 +213,24 @@ def _system(
         raise ForgefieldError(f"{name}: its type.raw is empty, so it has no atoms")
     elements = np.array([atomic_numbers.get(item, 0) for item in names], dtype=np.int64)
     return System(name, indices, elements, names, periodic, sets)
+
+
+def _type_names(name: str, stored: list[str] | None, type_map: TypeMap | None) -> tuple[str, ...]:
+    """The name of each type, that of an element where there is one. stored: names in the system."""
+    by_name = dict(entry for entry in type_map or () if isinstance(entry, tuple))
+    in_order = tuple(entry for entry in type_map or () if isinstance(entry, str))
+    if stored is None and not in_order:
+        raise ForgefieldError(
+            f"{name}: it has no type_map.raw, so its atom types have no elements; name them in the source, "
+            f"as in {{path: {name}, type_map: [O, H]}}"
+        )
+    if stored is not None and in_order:
+        clash = any(mine in atomic_numbers and mine != other for mine, other in zip(stored, in_order))
+        if clash or len(stored) != len(in_order):
+            raise ForgefieldError(
+                f"{name}: its type_map.raw says {' '.join(stored)}, the source's type_map {' '.join(in_order)}; leave it out"
+            )
+    return in_order or tuple(by_name.get(item, item) for item in stored or ())
 
 
 def _folder_arrays(folder: Path) -> dict[str, Any]:
@@ -268,7 +277,7 @@ def _check_shapes(arrays: Mapping[str, Any], system: System, where: str) -> None
         raise ForgefieldError(f"{where}: there is no coord here, so there are no positions")
     if system.periodic and "box" not in arrays:
         raise ForgefieldError(
-            f"{where}: there is no box here; add it, or a file named nopbc beside type.raw if this is not periodic"
+            f"{where}: there is no box here; add it, or a file named nopbc next to type.raw if this is not periodic"
         )
     n_frames = arrays["coord"].shape[0] if arrays["coord"].ndim else 0
     widths = {

@@ -29,7 +29,7 @@ from forgefield.data.frame import (
     within,
 )
 from forgefield.data.options import UnitOptions
-from forgefield.data.readers.base import Reader, ReadOptions, SourceFile
+from forgefield.data.readers.base import Reader, ReadOptions, SourceFile, TypeMap
 from forgefield.data.readers.deepmd import open_group, read_system
 from forgefield.data.readers.hdf5_values import (
     EXTRA_NAMES,
@@ -99,7 +99,7 @@ def read_hdf5(
     stop: int | None = None,
     *,
     group: str | None = None,
-    type_map: tuple[str, ...] | None = None,
+    type_map: TypeMap | None = None,
     fields: frozenset[str] = frozenset(),
 ) -> Iterator[RawBlock]:
     """Frames start to stop of a file, or of all systems in one of its groups. fields: keys whose values stay as they are."""
@@ -120,20 +120,18 @@ def read_hdf5(
                 yield from _read_group(file[entry.group], where, units, fields, low, high, source, first)
 
 
-def count_hdf5(path: Path, *, group: str | None = None, type_map: tuple[str, ...] | None = None) -> int:
+def count_hdf5(path: Path, *, group: str | None = None, type_map: TypeMap | None = None) -> int:
     """Number of frames."""
     return sum(entry.n_frames for entry in _entries(path, group, type_map))
 
 
-def _entries(path: Path, group: str | None, type_map: tuple[str, ...] | None) -> tuple[Entry, ...]:
+def _entries(path: Path, group: str | None, type_map: TypeMap | None) -> tuple[Entry, ...]:
     status = os.stat(path)
     return _catalogue(path.resolve(), group, type_map, status.st_size, status.st_mtime_ns)
 
 
 @lru_cache(maxsize=16)
-def _catalogue(
-    path: Path, group: str | None, type_map: tuple[str, ...] | None, size: int, mtime_ns: int
-) -> tuple[Entry, ...]:
+def _catalogue(path: Path, group: str | None, type_map: TypeMap | None, size: int, mtime_ns: int) -> tuple[Entry, ...]:
     """All systems of a file, remembered while the file stays as it is."""
     with open_hdf5(path) as file, reading_hdf5(str(path)):
         if group is not None and group not in file:
@@ -152,7 +150,7 @@ def _catalogue(
     return entries
 
 
-def _search(top: h5py.Group, path: Path, type_map: tuple[str, ...] | None) -> Iterator[Entry]:
+def _search(top: h5py.Group, path: Path, type_map: TypeMap | None) -> Iterator[Entry]:
     """Systems in `top`, at any depth. A group that has several names, or contains itself, is visited once."""
     seen: set[tuple[Any, Any]] = set()
     waiting = [iter([top])]
@@ -190,7 +188,7 @@ def _groups_in(group: h5py.Group) -> Iterator[Any]:
                 yield inner
 
 
-def _entry(group: h5py.Group, where: str, type_map: tuple[str, ...] | None) -> Entry | None:
+def _entry(group: h5py.Group, where: str, type_map: TypeMap | None) -> Entry | None:
     """The system this group is; None where it is none."""
     if "type.raw" in group:
         system = open_group(group, where, type_map)

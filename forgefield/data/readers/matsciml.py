@@ -1,4 +1,5 @@
-"""Reader of the data sets of Open MatSciML: LMDB files with one pickled sample per frame, read without executing anything.
+"""Reader of LMDB files: those of DeePMD-kit (`deepmd_lmdb.py`), and the data sets of Open MatSciML, with one pickled sample per
+frame, read without executing anything.
 
 How a sample stores its structure depends on the data set (`matsciml_structures.py`). Only total energies are energies:
 formation energies, gaps and others keep their names and can be selected in `data.labels`. Values within a group, such as the
@@ -15,6 +16,7 @@ import numpy as np
 
 from forgefield.data.frame import RawFrame
 from forgefield.data.readers.base import Reader, ReadOptions, SourceFile
+from forgefield.data.readers.deepmd_lmdb import has_type_names, is_deepmd_lmdb, read_deepmd_lmdb
 from forgefield.data.readers.lmdb_files import open_lmdb
 from forgefield.data.readers.matsciml_structures import structure_of
 from forgefield.errors import ForgefieldError
@@ -31,10 +33,19 @@ class MatscimlReader(Reader):
     suffixes = (".lmdb",)
     folder_marker = "data.mdb"
 
+    has_atom_types = True
+
     def read(
         self, source: SourceFile, options: ReadOptions, start: int = 0, stop: int | None = None
     ) -> Iterator[RawFrame]:
+        if is_deepmd_lmdb(source.path):
+            return read_deepmd_lmdb(source.path, source.type_map, start, stop)
+        if source.type_map is not None:
+            raise ForgefieldError(f"{source.name}: a type_map was given, but this is not an LMDB file of DeePMD-kit")
         return read_matsciml(source.path, start, stop)
+
+    def names_types(self, source: SourceFile) -> bool:
+        return not is_deepmd_lmdb(source.path) or has_type_names(source.path)
 
     def count(self, source: SourceFile) -> int:
         with open_lmdb(source.path) as file:

@@ -1,4 +1,4 @@
-"""The structures of Open MatSciML's samples, which each data set stores in its own way.
+"""The structures of Open MatSciML's and NequIP's samples, which each data set stores in its own way.
 
 - plain arrays: LiPS, ColabFit, OQMD (whose `cart_coords` are fractional), OC20 from PyTorch Geometric
 - a structure of pymatgen, as a dictionary or an object: Alexandria, Materials Project
@@ -6,6 +6,7 @@
 - a NOMAD archive, in SI units
 - the nodes of a DGL graph: OC20
 - points with types: synthetic point groups
+- tensors in which values of frames have a first dimension of 1: NequIP's LMDB data sets, which have the same form
 
 What a sample contradicts itself about (numbers of atoms, volumes, coordinates) is an error.
 """
@@ -35,6 +36,21 @@ _CAROLINA = {
     "_chemical_formula_sum": "formula",
     "origin_file": "origin_file",
 }
+
+
+_OF_FRAMES = ("cell", "pbc", "total_energy", "free_energy", "stress", "virial", "charge", "spin", "total_charge")
+"""Values of frames in NequIP's samples."""
+_OF_EDGES = (
+    "edge_index",
+    "edge_cell_shift",
+    "edge_vectors",
+    "edge_lengths",
+    "edge_types",
+    "atom_types",
+    "batch",
+    "num_atoms",
+)
+"""Values in NequIP's samples that follow from others."""
 
 
 @dataclass(frozen=True)
@@ -182,6 +198,30 @@ def _dgl(sample: dict[str, Any], where: str) -> Structure:
     return _arrays(_without(sample, "graph") | sample["graph"]["ndata"], where)
 
 
+def _nequip(sample: dict[str, Any], where: str) -> Structure:
+    """A frame of NequIP. Values of frames have one row, also in frames with one atom, where only their names tell; a label
+    that is missing consists of NaN."""
+    n_atoms = len(np.atleast_1d(sample["atomic_numbers"]))
+    values = {key: value for key, value in _without(sample, *_OF_EDGES).items() if not _is_missing(value)}
+    for key, value in list(values.items()):
+        shape = np.shape(value)
+        if shape[:1] == (1,) and (n_atoms > 1 or key in _OF_FRAMES):
+            values[key] = np.asarray(value)[0]
+            if shape == (1, 1):
+                values[key] = values[key].item()
+    return _arrays(values, where)
+
+
+def _is_missing(value: object) -> bool:
+    array = np.asarray(value)
+    return array.dtype.kind == "f" and array.size > 0 and bool(np.isnan(array).all())
+
+
+def _is_nequip(sample: dict[str, Any]) -> bool:
+    by_shape = np.asarray(sample.get("pbc")).shape == (1, 3) or np.asarray(sample.get("total_energy")).shape == (1, 1)
+    return by_shape and "pos" in sample and "atomic_numbers" in sample
+
+
 def _arrays(sample: dict[str, Any], where: str) -> Structure:
     """A sample of plain arrays."""
     name = next((key for key in POSITION_KEYS if sample.get(key) is not None), None)
@@ -251,6 +291,7 @@ _KINDS: tuple[tuple[Callable[[dict[str, Any]], bool], Callable[[dict[str, Any], 
     (_is_nomad, _nomad),
     (_is_dgl, _dgl),
     (lambda sample: "coordinates" in sample and "dest_types" in sample, _point_group),
+    (_is_nequip, _nequip),
     (lambda sample: True, _arrays),
 )
 """How the structure of a sample is recognised and read; the first that applies is used."""

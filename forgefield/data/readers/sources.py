@@ -13,7 +13,7 @@ import glob
 import logging
 import math
 import os
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -25,7 +25,7 @@ from forgefield.data.labels.label_reader import LabelReader
 from forgefield.data.labels.source_settings import source_settings
 from forgefield.data.options import LabelOptions, UnitOptions
 from forgefield.data.readers.ase_files import raw_from_atoms
-from forgefield.data.readers.base import ReadOptions, SourceFile
+from forgefield.data.readers.base import ReadOptions, SourceFile, TypeMap
 from forgefield.data.readers.registry import SUFFIXES, StoreReader, find_reader, reader_of
 from forgefield.errors import ForgefieldError, SourceUnreadable
 
@@ -60,21 +60,30 @@ def _refuse_overlap(files: list[SourceFile], spec: object) -> None:
         groups.append(mine)
 
 
-def with_type_map(spec: object, type_map: tuple[str, ...] | None) -> object:
-    """`spec`, or its sources if there are DeePMD systems that do not name their atom types: those are then of `type_map`."""
-    files = source_files(spec)
-    nameless = [file for file in files if file.type_map is None and _is_nameless(file)]
-    if type_map is None or not nameless:
+def with_type_map(
+    spec: object, type_map: tuple[str, ...] | None, type_names: Mapping[str, str] | None = None
+) -> object:
+    """`spec`, or its sources with the types of a training.
+
+    type_map: elements of types 0, 1, ... in DeePMD systems that do not name them. type_names: elements of types with other
+    names than those of elements.
+    """
+    if type_map is None and not type_names:
         return spec
-    log.info("%s: no type_map.raw; types 0, 1, ... are %s, as in the training", nameless[0].name, ", ".join(type_map))
-    return [replace(file, type_map=type_map) if file in nameless else file for file in files]
-
-
-def _is_nameless(file: SourceFile) -> bool:
-    reader = find_reader(file.path)
-    if reader is None or not reader.has_atom_types or not file.path.is_dir():
-        return False
-    return not (file.path / "type_map.raw").is_file()
+    files, changed = source_files(spec), dict[SourceFile, SourceFile]()
+    for file in files:
+        reader = find_reader(file.path)
+        if file.type_map is not None or reader is None or not reader.has_atom_types:
+            continue
+        if not reader.names_types(file):
+            if type_map is not None:
+                if not changed:
+                    names = ", ".join(type_map)
+                    log.info("%s: no type_map.raw; types 0, 1, ... are %s, as in the training", file.name, names)
+                changed[file] = replace(file, type_map=type_map)
+        elif type_names:
+            changed[file] = replace(file, type_map=tuple(type_names.items()))
+    return [changed.get(file, file) for file in files] if changed else spec
 
 
 def _expand(spec: object, outer: SourceFile | None) -> list[SourceFile]:
@@ -132,15 +141,18 @@ def _settings(spec: Mapping[str, Any], outer: SourceFile | None) -> tuple[Any, S
     )
 
 
-def _elements(names: object, path: object) -> tuple[str, ...]:
+def _elements(names: object, path: object) -> TypeMap:
     from ase.data import atomic_numbers
 
-    if not isinstance(names, Sequence) or isinstance(names, str) or not names:
-        raise ForgefieldError(f"the type_map of {path} must be a list of elements, such as [O, H], not {names!r}")
-    for name in names:
+    if not isinstance(names, (Sequence, Mapping)) or isinstance(names, str) or not names:
+        raise ForgefieldError(
+            f"the type_map of {path} must be a list of elements, such as [O, H], or the element of each name, such as "
+            f"{{OW: O, HW: H}}, not {names!r}"
+        )
+    for name in names.values() if isinstance(names, Mapping) else names:
         if name not in atomic_numbers or name == "X":
             raise ForgefieldError(f"the type_map of {path} names {name!r}, which is not a chemical element")
-    return tuple(names)
+    return tuple((str(key), str(names[key])) for key in names) if isinstance(names, Mapping) else tuple(names)
 
 
 def _refuse_type_map(files: list[SourceFile]) -> None:
@@ -311,6 +323,28 @@ def frames_with_values(
                 yield (
                     (_weighted(reader.stored(raw), file), None) if isinstance(raw, Frame) else (reader.frame(raw), raw)
                 )
+    if n_frames == 0:
+        raise ForgefieldError(f"{file.name}: there are no frames in this file")
+
+
+def transformed_frames(
+    file: SourceFile, reader: LabelReader, units: UnitOptions, transform: Callable[[RawFrame], RawFrame | None]
+) -> Iterator[Frame]:
+    """The frames of one source, each changed by `transform` before its labels are selected; without those of which it makes
+    None."""
+    n_frames = 0
+    reader, units = _of_file(file, reader, units)
+    with _reading(file):
+        for item in reader_of(file.path).read(file, _read_options(reader, units)):
+            if isinstance(item, Frame):
+                raise ForgefieldError(
+                    f"{file.name}: data.transforms cannot change the frames of a store; name the files that it was made from"
+                )
+            for raw in item.frames() if isinstance(item, RawBlock) else [item]:
+                n_frames += 1
+                changed = transform(raw)
+                if changed is not None:
+                    yield _weighted(reader.frame(changed), file)
     if n_frames == 0:
         raise ForgefieldError(f"{file.name}: there are no frames in this file")
 

@@ -99,8 +99,13 @@ def training_order(options: DataOptions, table: FrameTable, seed: int, *, keep_o
 
     keep_order: the order of the data, each row once, the same in every epoch; batches of one source stay so.
     """
-    rule, draws, branches = _sampling(options.sampling)
-    weighted = rule is not None or branches is not None or any(part.share is not None for part in table.parts)
+    rule, draws, branches, epochs = _sampling(options.sampling)
+    weighted = (
+        rule is not None
+        or branches is not None
+        or epochs is not None
+        or any(part.share is not None for part in table.parts)
+    )
     by_source = options.batch.by_source is not False
     if weighted and not options.shuffle:
         raise ForgefieldError("data.shuffle=false and weighted sampling contradict each other: draws are random")
@@ -116,8 +121,12 @@ def training_order(options: DataOptions, table: FrameTable, seed: int, *, keep_o
     def drawn(rows: np.ndarray, costs: np.ndarray) -> EpochOrder:
         of_row = systems.of_frame[rows]
         sizes = np.bincount(of_row, minlength=len(systems.names))
-        chances = _chances(rule, sizes, systems, branches)
-        return WeightedDraws(of_row, chances, len(rows) if draws is None else draws, seed, systems.names)
+        chances = _chances(rule, sizes, systems, _by_epochs(branches, epochs, sizes, systems))
+        number = len(rows) if draws is None else draws
+        return WeightedDraws(of_row, chances, _draws(number, epochs, sizes, systems), seed, systems.names)
+
+    def chances_of(n_batches: np.ndarray) -> np.ndarray:
+        return _chances(rule, n_batches, systems, _by_epochs(branches, epochs, n_batches, systems))
 
     def in_batches(rows: np.ndarray, costs: np.ndarray) -> EpochOrder:
         return SourceBatches(
@@ -129,10 +138,32 @@ def training_order(options: DataOptions, table: FrameTable, seed: int, *, keep_o
             shuffle=shuffle,
             names=systems.names,
             where=lambda position: table.where(int(rows[position])),
-            probabilities=(lambda n_batches: _chances(rule, n_batches, systems, branches)) if weighted else None,
+            probabilities=chances_of if weighted else None,
+            draws=lambda n_batches: _draws(int(n_batches.sum()), epochs, n_batches, systems),
         )
 
     return in_batches if by_source else drawn
+
+
+def _by_epochs(branches: object, epochs: Mapping[str, Any] | None, sizes: np.ndarray, systems: Systems) -> object:
+    """Probabilities of branches that are drawn so often, or as they are set. sizes: (n_systems,) what there is to draw."""
+    if epochs is None:
+        return branches
+    return {name: float(number) * float(sizes[_of_branch(systems, name)].sum()) for name, number in epochs.items()}
+
+
+def _draws(number: int, epochs: Mapping[str, Any] | None, sizes: np.ndarray, systems: Systems) -> int:
+    """Draws of an epoch: `number`, or all of the epochs of every branch."""
+    if epochs is None:
+        return number
+    return math.ceil(
+        sum(float(value) * float(sizes[_of_branch(systems, name)].sum()) for name, value in epochs.items())
+    )
+
+
+def _of_branch(systems: Systems, name: str) -> np.ndarray:
+    """(n_systems,) bool."""
+    return np.array([branch == name for branch in systems.branches], dtype=bool)
 
 
 def _chances(rule: str | Sequence[float] | None, sizes: np.ndarray, systems: Systems, branches: object) -> np.ndarray:
@@ -152,22 +183,35 @@ def _chances(rule: str | Sequence[float] | None, sizes: np.ndarray, systems: Sys
     for name, chance in branches.items():
         if isinstance(chance, bool) or not isinstance(chance, (int, float)) or not 0 <= chance < np.inf:
             raise ForgefieldError(f"data.sampling.branches.{name} must be a number of at least 0, not {chance!r}")
-        inside = np.array([branch == name for branch in systems.branches])
+        inside = _of_branch(systems, name)
         chances[inside] = chance * system_probabilities(rule, sizes[inside])
     return chances
 
 
-def _sampling(sampling: object) -> tuple[Any, int | None, Any]:
-    """Rule, number of draws of an epoch, and probabilities of branches."""
+def _sampling(sampling: object) -> tuple[Any, int | None, Any, Mapping[str, Any] | None]:
+    """Rule, number of draws of an epoch, probabilities of branches, and how often an epoch has the data of each branch."""
     if not isinstance(sampling, Mapping):
-        return sampling, None, None
-    unknown = set(sampling) - {"rule", "frames", "branches"}
+        return sampling, None, None, None
+    unknown = set(sampling) - {"rule", "frames", "branches", "epochs"}
     if unknown:
-        raise ForgefieldError(f"data.sampling.{sorted(unknown)[0]} is not known; it takes rule, frames and branches")
+        raise ForgefieldError(
+            f"data.sampling.{sorted(unknown)[0]} is not known; it takes rule, frames, branches and epochs"
+        )
+    epochs = sampling.get("epochs")
+    if epochs is not None:
+        if not isinstance(epochs, Mapping) or not epochs or not all(_is_positive(value) for value in epochs.values()):
+            raise ForgefieldError(f"data.sampling.epochs must be a number above 0 for each branch, not {epochs!r:.80}")
+        for key in ("branches", "frames"):
+            if sampling.get(key) is not None:
+                raise ForgefieldError(f"data.sampling.epochs and data.sampling.{key} exclude each other; keep one")
     draws = sampling.get("frames")
     if draws is not None and (isinstance(draws, bool) or not isinstance(draws, int) or draws < 1):
         raise ForgefieldError(f"data.sampling.frames must be a number of frames, at least 1, not {draws!r}")
-    return sampling.get("rule") or "size", draws, sampling.get("branches")
+    return sampling.get("rule") or "size", draws, sampling.get("branches"), epochs
+
+
+def _is_positive(value: object) -> bool:
+    return isinstance(value, (int, float)) and not isinstance(value, bool) and 0 < value < np.inf
 
 
 def batch_threads(options: DataOptions, on_gpu: bool) -> int:

@@ -22,7 +22,7 @@ class SourceBatches:
     source_of_row: (n,) source of each row. costs: (n,) atoms or edges of each row; for frames they do not matter. sizes:
     frames of a batch of each source, instead of the budget. names: of the sources. where: describes a row, in messages.
     probabilities: of the sources, (n_sources,), from their numbers of batches; an epoch then draws as many batches as there
-    are, from sources chosen with these probabilities. Without it, each batch comes once.
+    are, or `draws` of these numbers, from sources chosen with these probabilities. Without it, each batch comes once.
 
     Every source is shuffled and cut into batches according to the budget; the last batch of a source may be smaller.
     """
@@ -39,6 +39,7 @@ class SourceBatches:
         names: Sequence[str] = (),
         where: Callable[[int], str] | None = None,
         probabilities: Callable[[np.ndarray], np.ndarray] | None = None,
+        draws: Callable[[np.ndarray], int] | None = None,
     ) -> None:
         sources = np.asarray(source_of_row, dtype=np.int64)
         n_sources = max(len(names), int(sources.max(initial=-1)) + 1)
@@ -60,7 +61,8 @@ class SourceBatches:
         """(n_sources,) batches of each source, with frames in the order of the data."""
         self._chances: Chances | None = None
         if probabilities is not None:
-            chances, total = probabilities(self.n_batches), int(self.n_batches.sum())
+            chances = probabilities(self.n_batches)
+            total = int(self.n_batches.sum()) if draws is None else draws(self.n_batches)
             self._chances = Chances(chances, self.n_batches, total, self.seed, self.names or None)
         self._made: tuple[int, np.ndarray, np.ndarray] | None = None
 

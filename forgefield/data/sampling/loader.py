@@ -7,7 +7,7 @@ The loader can start anywhere in an epoch.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import TypeVar
 
@@ -18,7 +18,7 @@ from forgefield.data.batch import Batch, Noise, frame_keys
 from forgefield.data.dataset import GraphDataset
 from forgefield.data.sampling.by_source import WholeBatches
 from forgefield.data.sampling.order import EpochOrder, EveryFrameOnce
-from forgefield.data.sampling.plan import Budget, EpochPlan, StepPlan, fitting
+from forgefield.data.sampling.plan import Budget, EpochPlan, JoinedPlans, StepPlan, fitting
 from forgefield.data.sampling.resident import ResidentFrames
 from forgefield.errors import ForgefieldError
 
@@ -40,6 +40,7 @@ class FrameLoader:
     in every epoch, else (evaluation) always alike.
     workers: threads that prepare batches ahead, 0 for none. prefetch: how many batches ahead. pin: put them into memory from
     which they are copied to a GPU without waiting.
+    sets: numbers of frames of parts of the dataset; a batch has frames of one part only.
     """
 
     def __init__(
@@ -57,6 +58,7 @@ class FrameLoader:
         pin: bool = False,
         keys: int | None = None,
         noise: Noise | None = None,
+        sets: Sequence[int] = (),
     ) -> None:
         if not 0 <= rank < world_size:
             raise ValueError(f"there is no rank {rank} among {world_size}")
@@ -71,6 +73,7 @@ class FrameLoader:
         self.epoch = 0
         self._costs = self._cost_of_frames()
         self._rows = np.arange(len(dataset))
+        self._set_ends = np.cumsum(sets)
         if self.budget.oversized == "skip":
             self._rows = np.flatnonzero(fitting(self._costs, self.budget))
         if len(self._rows) == 0:
@@ -138,15 +141,25 @@ class FrameLoader:
         rows, batches = self._rows[self._order.rows(epoch)], self._order.batches(epoch)
         if batches is not None:
             return rows, WholeBatches(batches, self.world_size)
+        if not len(self._set_ends):
+            return rows, self._step_plan(rows)
+        parts = np.split(rows, np.searchsorted(rows, self._set_ends[:-1]))
+        return rows, JoinedPlans([self._step_plan(part) for part in parts])
+
+    def _step_plan(self, rows: np.ndarray) -> StepPlan:
         balance = self.dataset.n_atoms if self.dataset.n_edges is None else self.dataset.n_edges
-        plan = StepPlan(
+        return StepPlan(
             self._costs[rows],
             self.budget,
             self.world_size,
             balance[rows],
             name_of=lambda position: self.dataset.frames.where(int(rows[position])),
         )
-        return rows, plan
+
+    def set_of(self, batch: int) -> int:
+        """Number of the part of the dataset to which the frames of a batch belong."""
+        plan = self._plan()[1]
+        return plan.plan_of(batch) if isinstance(plan, JoinedPlans) else 0
 
     @property
     def epochs_are_alike(self) -> bool:

@@ -8,7 +8,7 @@ position, by any number of ranks, and the rest of it is still served exactly onc
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from heapq import heappop, heappush, heapreplace
 from numbers import Integral
@@ -205,6 +205,33 @@ class StepPlan:
         if by_balance is None or _largest_load(by_cost, balance) < _largest_load(by_balance, balance):
             return by_cost
         return by_balance
+
+
+class JoinedPlans:
+    """Plans one after the other: no step has frames of two of them. Only for complete epochs."""
+
+    def __init__(self, plans: Sequence[EpochPlan]) -> None:
+        self.plans = list(plans)
+        ends = np.cumsum([0, *(plan.bounds[-1] for plan in self.plans)])
+        self.bounds = np.concatenate([[0], *(plan.bounds[1:] + end for plan, end in zip(self.plans, ends))])
+        self._ends, self._steps = ends, np.cumsum([0, *map(len, self.plans)])
+
+    def __len__(self) -> int:
+        return int(self._steps[-1])
+
+    def from_position(self, position: int, world_size: int | None = None) -> EpochPlan:
+        raise ValueError("an epoch of several plans starts at its beginning")
+
+    def plan_of(self, step: int) -> int:
+        """Number of the plan to which a step belongs."""
+        return int(np.searchsorted(self._steps, step, side="right")) - 1
+
+    def share(self, step: int, rank: int) -> np.ndarray:
+        number = self.plan_of(step)
+        return self._ends[number] + self.plans[number].share(step - int(self._steps[number]), rank)
+
+    def n_frames_of_rank(self, step: int, rank: int) -> int:
+        return len(self.share(step, rank))
 
 
 def _whole_numbers(values: np.ndarray) -> np.ndarray:

@@ -150,8 +150,10 @@ def with_results(prediction: ElectronicStructure) -> Atoms:
 
 def _summary(prediction: ElectronicStructure, number: int) -> str:
     values = [f"grid {' x '.join(map(str, prediction.grid_shape))}"]
-    for name, unit in (("fermi_energy", "eV"), ("band_energy", "eV"), ("free_energy", "eV")):
-        value = getattr(prediction, name)
-        if value is not None:
-            values.append(f"{name.replace('_', ' ')} {value:.6f} {unit}")
+    energies = {
+        "Fermi energy": prediction.fermi_energy,
+        "band energy": prediction.band_energy,
+        "free energy": prediction.free_energy,
+    }
+    values += [f"{name} {value:.6f} eV" for name, value in energies.items() if value is not None]
     return f"{number}: {prediction.atoms.get_chemical_formula()}, {', '.join(values)}"

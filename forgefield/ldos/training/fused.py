@@ -90,6 +90,8 @@ def fused_obstacle(model: LDOSNetwork, precision: str, points: int) -> str | Non
         return f"{precision} uses PyTorch's products"
     if model.dtype != torch.float32:
         return "weights are not float32"
+    if len(set(model.options.activations[:-1])) > 1:
+        return "hidden layers have different activations"
     if device.type != "cuda" or torch.cuda.get_device_capability(device)[0] < 8:
         return "they need an NVIDIA GPU from Ampere on"
     if not _fits(model, points):
@@ -139,7 +141,7 @@ class FusedStep:
         self._copies, self._copies_t = self._padded_matrices(
             [(weight.shape[0], weight.shape[1]) for weight in model.weights]
         )
-        name = model.options.activation
+        name = model.options.activations[0]
         self._stores_arguments = name not in DERIVATIVE_FROM_VALUE
         self._arguments = (
             [torch.zeros(v.shape, device=device) for v in self._values[1:]]
@@ -197,7 +199,7 @@ class FusedStep:
         launch = {"num_warps": tiles.warps, "num_stages": tiles.stages}
         high = self._values[0].shape[0] // tiles.points
         launch |= {"BM": tiles.points, "BK": tiles.depth, **self._kernel_flags}
-        common = {"NAME": options.activation, "KEEPS": self._stores_arguments, **launch}
+        common = {"NAME": options.activations[0], "KEEPS": self._stores_arguments, **launch}
         for number in range(last):
             x, y, w, n = self._values[number], self._values[number + 1], self._copies[number], widths[number + 1]
             x_t, y_t = self._values_t[number], self._values_t[number + 1]
@@ -243,7 +245,7 @@ class FusedStep:
         kernels.layer_backwards[(weight_programs + slope_programs,)](
             slope, slope_t, w, x, arguments, below, below_t, columns, self._weight_gradients[number], slope.shape[0], n, k,
             slope.stride(0), w.stride(0), x.stride(0), arguments.stride(0), slope_t.stride(0), weight_programs,
-            NAME=self.model.options.activation, KEEPS=self._stores_arguments, **self._kernel_flags,
+            NAME=self.model.options.activations[0], KEEPS=self._stores_arguments, **self._kernel_flags,
             BN=tiles.points, BK=wide, BP=tiles.depth, XM=tiles.points, XK=tiles.columns, XN=tiles.depth,
             num_warps=tiles.warps, num_stages=tiles.stages,
         )  # fmt: skip

@@ -63,7 +63,7 @@ class ManualGradient:
     def _forward(self, x: Tensor) -> tuple[list[Tensor], list[Tensor | None]]:
         """Values of each layer, the inputs first, and the arguments of activations where derivatives need them."""
         values, before = [x], []
-        names = self._activations()
+        names = self.model.options.activations
         for weight, bias, name in zip(self.model.weights, self.model.biases, names):
             x = product(x, weight.t()).add_(bias) if is_lowered(x) else F.linear(x, weight, bias)
             before.append(None if name is None or name in _IN_PLACE else x)
@@ -72,12 +72,8 @@ class ManualGradient:
             values.append(x)
         return values, before
 
-    def _activations(self) -> list[str | None]:
-        options = self.model.options
-        return [options.activation] * (len(self.model.weights) - 1) + [options.output_activation]
-
     def _backward(self, slope: Tensor, values: list[Tensor], before: list[Tensor | None]) -> None:
-        names, lowered = self._activations(), is_lowered(slope)
+        names, lowered = self.model.options.activations, is_lowered(slope)
         for number in reversed(range(len(names))):
             slope = _activation_backward(names[number], slope, values[number + 1], before[number])
             below, weight = values[number], self.model.weights[number]

@@ -274,7 +274,8 @@ class PointsProblem(Problem):
 
     def batch_row(self) -> str:
         text = effective(self.data.batch, "points", self.session.ranks.world_size)
-        return f"{text}; {self.block} steps per block; rows on {self.data.location}"
+        where = {"device": "on the device", "memory": "in memory", "disk": "on disk"}[self.data.location]
+        return f"{text}; {self.block} steps per block; rows {where}"
 
     @property
     def units(self) -> dict[str, str]:

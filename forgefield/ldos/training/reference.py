@@ -89,7 +89,7 @@ class RoundedReference(AutogradGradient):
         """Let relu and leakyrelu take the same branch as the last call of `step` where a value is so close to 0 that the order
         of a sum decides: a single such point would change gradients by much more than rounding."""
         n, last, options = len(inputs), len(self.positive) - 1, self.model.options
-        if options.activation in DERIVATIVE_FROM_VALUE:
+        if options.activations[0] in DERIVATIVE_FROM_VALUE:
             self.positive[:last] = [step._values[k + 1][:n, : step.widths[k + 1]] > 0 for k in range(last)]
         if options.output_activation in DERIVATIVE_FROM_VALUE:  # for outputs the kernels store only the slope
             outputs = self.outputs(inputs)
@@ -99,10 +99,9 @@ class RoundedReference(AutogradGradient):
 
     def outputs(self, x: Tensor) -> Tensor:
         """Scaled inputs (n, f) to scaled outputs (n, t)."""
-        options, last = self.model.options, len(self.positive) - 1
-        for number, (weight, bias) in enumerate(zip(self.model.weights, self.model.biases)):
+        layers = zip(self.model.weights, self.model.biases, self.model.options.activations)
+        for number, (weight, bias, name) in enumerate(layers):
             x = _Product.apply(x, weight, self.dtype) + bias
-            name = options.activation if number < last else options.output_activation
             x = x if name is None else self._activated(name, x, self.positive[number])
         return x
 

@@ -19,7 +19,7 @@ class AllegroOptions(TermOptions):
     l_max: int = option(1, at_least=0)
     """Highest rotation order of edge harmonics and tensor features. 1 is fast, 2 and 3 are more accurate."""
     parity: bool = True
-    """Keep tensor features of both mirror parities; without, only those of the harmonics' kind (0e, 1o, 2e, ...)."""
+    """Keep tensor features of both mirror parities; without, only those with the parity of the harmonics (0e, 1o, 2e, ...)."""
     num_layers: int = option(2, at_least=1)
     """Layers: each couples the features of an edge once more with the environment of its centre."""
     num_scalar_features: int = option(64, at_least=1)

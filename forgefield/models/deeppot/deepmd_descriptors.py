@@ -15,6 +15,11 @@ import numpy as np
 from forgefield.errors import ForgefieldError
 from forgefield.models.deeppot.deepmd_attention import attention_from_checkpoint, attention_from_tree, attention_tree
 from forgefield.models.deeppot.deepmd_networks import Arrays, Tree
+from forgefield.models.deeppot.deepmd_three_body import (
+    three_body_from_checkpoint,
+    three_body_from_tree,
+    three_body_tree,
+)
 from forgefield.models.deeppot.deepmd_two_body import (
     FittingInputs,
     two_body_from_checkpoint,
@@ -111,6 +116,7 @@ ATTENTION = DescriptorForm(
 FORMS: dict[str, DescriptorForm] = {
     "se_e2_a": TWO_BODY,
     "se_e2_r": TWO_BODY,
+    "se_e3": DescriptorForm(three_body_from_tree, three_body_from_checkpoint, three_body_tree),
     "se_atten": ATTENTION,
     "se_atten_v2": ATTENTION,
     "hybrid": DescriptorForm(_read_hybrid, _hybrid_from_checkpoint, _write_hybrid),

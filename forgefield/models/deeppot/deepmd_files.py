@@ -161,6 +161,11 @@ def _checkpoint_tree(
         standard = _checkpoint_tree(path, without, network)
         return standard | {"model": joined_table(standard["model"], arrays, settings, smin_alpha)}
     kind = settings.get("type", "standard")
+    if "descriptor" not in settings:
+        raise ForgefieldError(
+            f"{path} is a model of type {kind}; `dp convert-backend {path.name} {path.with_suffix('.dp').name}` writes a file "
+            "that can be imported if it is the sum of a network and a table."
+        )
     n_species = len(settings["type_map"])
     descriptor = dict(settings["descriptor"])
     section = dict(settings["fitting_net"])
@@ -174,7 +179,7 @@ def _checkpoint_tree(
         descriptor = descriptor_from_checkpoint(descriptor, inside, n_species)
         fitting["nets"] = {"networks": networks_of_checkpoint(arrays, "fitting_net.filter_layers.networks")}
         fitting["precision"] = fitting["nets"]["networks"][0]["layers"][0]["@variables"]["w"].dtype.name
-    names = ("bias_atom_e", "fparam_avg", "fparam_inv_std", "aparam_avg", "aparam_inv_std")
+    names = ("bias_atom_e", "fparam_avg", "fparam_inv_std", "aparam_avg", "aparam_inv_std", "case_embd")
     fitting["@variables"] = {name: arrays.get(f"fitting_net.{name}") for name in names}
     fitting["type"] = fitting.get("type", "ener")
     if not is_energy:

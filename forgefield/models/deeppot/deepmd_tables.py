@@ -76,6 +76,71 @@ def joined_table(
     }
 
 
+def split_sum(model: Tree) -> tuple[Tree, Tree]:
+    """The network in a model of type linear, with the bias of the whole, and the options of the table that is added."""
+    parts, weights = model["models"], model["weights"]
+    kinds = [part.get("type", "standard") for part in parts]
+    if sorted(kinds) != ["pairtab", "standard"] or (weights != "sum" and list(weights) != [1.0, 1.0]):
+        raise ForgefieldError(
+            f"the model is a combination of {', '.join(kinds)} with the weights {weights}; supported is the sum of one network "
+            "and one table of pair energies."
+        )
+    network, table = parts[kinds.index("standard")], parts[kinds.index("pairtab")]
+    if any(part["type_map"] != model["type_map"] for part in parts):
+        raise ForgefieldError("network, pair table and the model with both have different type maps.")
+    if any(part.get(key) for part in parts for key in ("atom_exclude_types", "pair_exclude_types")):
+        raise ForgefieldError("network or pair table exclude types on their own, which is not supported.")
+    bias = sum(
+        np.asarray(part["@variables"]["out_bias"], dtype=np.float64).reshape(1, -1, 1) for part in (*parts, model)
+    )
+    excluded = {key: model.get(key, []) for key in ("atom_exclude_types", "pair_exclude_types")}
+    standard = {**network, **excluded, "@variables": {**network["@variables"], "out_bias": bias}}
+    rows = np.asarray(table["tab"]["@variables"]["vdata"], dtype=np.float64)
+    read = {"start": float(table["tab"]["rmin"]), "step": float(table["tab"]["hh"]), "energies": rows[:, 1:].tolist()}
+    end = float(table["rcut"])
+    if end > float(standard["descriptor"].get("rcut", np.inf)):  # the network sees less than the table
+        standard["descriptor"] = {"type": "hybrid", "list": [standard["descriptor"]]}
+    return standard, {"added_table": read, "pair_table_cutoff": end}
+
+
+def sum_tree(standard: Tree, options: DeepPotOptions, cutoff: float) -> Tree:
+    """A model of type linear for DeePMD-kit. standard: the tree of its network, with the bias of the whole."""
+    assert options.added_table is not None
+    end = cutoff if options.pair_table_cutoff is None else float(options.pair_table_cutoff)
+    network, bias = dict(standard), standard["@variables"]["out_bias"]
+    parts = network["descriptor"].get("list", [])
+    if len(parts) == 1:
+        (network["descriptor"],) = parts
+    sel = network["descriptor"].get("sel")
+    if sel is None:
+        raise ForgefieldError(
+            "DeePMD-kit adds a table to a network with one descriptor; this one has a hybrid of several."
+        )
+    nothing: dict[str, Any] = {"atom_exclude_types": [], "pair_exclude_types": []}
+    variables = {"out_bias": np.zeros_like(bias), "out_std": np.ones_like(bias)}
+    common = {"rcond": None, "preset_out_bias": None, "@class": "Model", "type_map": standard["type_map"]}
+    reach = max(1.0, end / float(network["descriptor"]["rcut"])) ** 3
+    table = {
+        **common,
+        **nothing,
+        "@version": 2,
+        "type": "pairtab",
+        "@variables": variables,
+        "tab": _tab(options.added_table, len(standard["type_map"]), end),
+        "rcut": end,
+        "sel": int(np.ceil(np.sum(sel) * reach)),
+    }
+    return {
+        **common,
+        **{key: standard[key] for key in nothing},
+        "@version": 3,
+        "type": "linear_ener",  # DeePMD-kit 3.2 writes linear, which it does not read
+        "@variables": {"out_bias": bias, "out_std": np.ones_like(bias)},
+        "models": [network | nothing | {"@variables": variables}, table],
+        "weights": "sum",
+    }
+
+
 def table_tree(standard: Tree, options: DeepPotOptions, cutoff: float) -> Tree:
     """A model of type zbl for DeePMD-kit. standard: the tree of its network, with the bias of the whole."""
     assert options.srtab is not None

@@ -9,6 +9,7 @@ import json
 import os
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import yaml
@@ -30,7 +31,7 @@ from forgefield.models.deeppot.deepmd_networks import (
     precision_of,
     weights_of,
 )
-from forgefield.models.deeppot.deepmd_tables import table_tree
+from forgefield.models.deeppot.deepmd_tables import sum_tree, table_tree
 from forgefield.models.deeppot.deepmd_two_body import FittingInputs
 from forgefield.models.deeppot.fitting import Fitting
 from forgefield.models.deeppot.model import DeepPot
@@ -48,7 +49,9 @@ def write_deepmd(potential: Potential, path: str | os.PathLike[str], *, sel: Seq
         raise ForgefieldError(f"{path}: files that DeePMD-kit reads end in {', '.join(writers)}.")
     model = potential.model
     if not isinstance(model, DeepPot):
-        raise ForgefieldError(f"a {type(model).__name__} cannot be exported to DeePMD-kit, only a deeppot model.")
+        raise ForgefieldError(
+            f"a {type(model).__name__} cannot be exported to DeePMD-kit, only a model with model.name=deeppot."
+        )
     if potential.forces_are_direct:
         raise ForgefieldError(
             "forces of this model are not the derivative of its energy, which DeePMD-kit does not support."
@@ -71,9 +74,10 @@ def model_tree(model: DeepPot, sel: list[int] | None = None) -> Tree:
             "the model adds the ZBL repulsion (model.zbl), which DeePMD-kit does not have; its models have a table of pair "
             "energies (model.use_srtab)."
         )
-    if options.srtab is not None and not model.descriptor.mixed_types:
+    if (options.srtab or options.added_table) and not model.descriptor.mixed_types:
         raise ForgefieldError(
-            f"the model has a pair table (use_srtab) with the descriptor {model.descriptor.options.type}; DeePMD-kit's PyTorch "
+            f"the model has a pair table (use_srtab, pair_table) with the descriptor {model.descriptor.options.type}; "
+            "DeePMD-kit's PyTorch "
             "accepts a table with se_atten only."
         )
     fitting_inputs = FittingInputs(_networks(model), weights_of(_networks(model)))
@@ -93,12 +97,26 @@ def model_tree(model: DeepPot, sel: list[int] | None = None) -> Tree:
         "descriptor": descriptor,
         "fitting": fitting,
     }
+    written = standard if options.srtab is None else table_tree(standard, options, model.cutoff)
+    if options.added_table is not None:
+        if options.srtab is not None:
+            raise ForgefieldError(
+                "the model has two pair tables (use_srtab, pair_table), which DeePMD-kit does not support."
+            )
+        written = sum_tree(standard, options, model.cutoff)
     return {
-        "model": standard if options.srtab is None else table_tree(standard, options, model.cutoff),
+        "model": _with_type_map(written, options.type_names or species),
         "model_def_script": {},
         "software": "forgefield",
         "version": __version__,
     }
+
+
+def _with_type_map(node: Any, names: Sequence[str]) -> Any:
+    """The tree with these names of types."""
+    if isinstance(node, Mapping):
+        return {key: list(names) if key == "type_map" else _with_type_map(item, names) for key, item in node.items()}
+    return [_with_type_map(item, names) for item in node] if isinstance(node, list) else node
 
 
 def _networks(model: DeepPot) -> Networks:
@@ -125,6 +143,10 @@ def _fitting(model: DeepPot, weights: list[Weights]) -> Tree:
     for name, (count, mean, deviation) in options.parameters.items():
         variables[f"{name}_avg"] = np.array(mean) if count else None
         variables[f"{name}_inv_std"] = 1 / np.array(deviation) if count else None
+    case_embedding = {}
+    if options.dim_case_embd:
+        case_embedding = {"dim_case_embd": options.dim_case_embd}
+        variables["case_embd"] = np.array([float(number == options.case) for number in range(options.dim_case_embd)])
     default = {} if options.default_fparam is None else {"@version": 4, "default_fparam": list(options.default_fparam)}
     return {
         "@class": "Fitting",
@@ -153,6 +175,7 @@ def _fitting(model: DeepPot, weights: list[Weights]) -> Tree:
         "nets": collection_tree(fitting.networks, n, "fitting_network", ndim=0 if mixed else 1, weights=weights),
         "@variables": variables,
         **default,
+        **case_embedding,
     }
 
 

@@ -31,6 +31,7 @@ class Fitting(nn.Module):
     isolated: Tensor
     default_fparam: Tensor
     first_network: Tensor
+    cases: Tensor
 
     def __init__(
         self,
@@ -52,10 +53,16 @@ class Fitting(nn.Module):
         self.per_branch = 1 if mixed_types else len(species)
         self.has_branches = len(owners) > 1
         first = torch.tensor([self.per_branch * owner for owner in owners])
+        dim_case = options.dim_case_embd if isinstance(options, EnergyFittingOptions) else 0
+        self.register_buffer("cases", torch.eye(dim_case, dtype=torch.float64), persistent=False)
+        if self.has_branches and 0 < dim_case < len(owners):
+            raise ForgefieldError(
+                f"model.fitting_net.dim_case_embd is {dim_case}; it must be at least the number of branches, {len(owners)}."
+            )
         self.register_buffer("first_network", first, persistent=False)
         self.networks = Networks(
             self.per_branch * (max(owners) + 1),
-            [dim_descriptor + options.numb_fparam + options.numb_aparam, *options.neuron, dim_out],
+            [dim_descriptor + options.numb_fparam + options.numb_aparam + dim_case, *options.neuron, dim_out],
             activation=options.activation_function,
             resnet_dt=options.resnet_dt,
             linear_out=True,
@@ -124,7 +131,7 @@ class Fitting(nn.Module):
     def _applied(self, function: Callable[[Tensor, Groups], Tensor], descriptor: Tensor, batch: Batch) -> Tensor:
         """A function of the networks' inputs, minus its value for an isolated atom where the energy of that is fixed."""
         dtype, groups = self.networks.dtype, group_rows(self._kinds(batch), self.networks.count, ATOM_BLOCK)
-        parameters = self.parameters_of_atoms(batch)
+        parameters = [*self.parameters_of_atoms(batch), *self._cases_of_atoms(batch)]
         inputs = descriptor.to(dtype)
         if parameters:
             inputs = torch.cat([inputs, *(part.to(dtype) for part in parameters)], 1)
@@ -134,6 +141,17 @@ class Fitting(nn.Module):
         bare = torch.cat([torch.zeros_like(inputs[:, : self.dim_descriptor]), inputs[:, self.dim_descriptor :]], 1)
         isolated = groups.collect(function(groups.spread(bare), groups))
         return outputs - isolated * self.isolated.to(dtype).index_select(0, batch["species"]).unsqueeze(1)
+
+    def _cases_of_atoms(self, batch: Batch) -> list[Tensor]:
+        """The numbers that stand for the branch of every atom, (n_atoms, number) float64; nothing where there are none."""
+        n_cases = self.cases.shape[0]
+        if n_cases == 0:
+            return []
+        if self.has_branches:
+            return [self.cases.index_select(0, branch_of_atoms(batch))]
+        case = self.options.case if isinstance(self.options, EnergyFittingOptions) else None
+        row = torch.zeros_like(self.cases[:1]) if case is None else self.cases[case : case + 1]
+        return [row.expand(batch["species"].shape[0], n_cases)]
 
     def parameters_of_atoms(self, batch: Batch) -> list[Tensor]:
         """Standardised parameters of every atom, each (n_atoms, number) float64."""

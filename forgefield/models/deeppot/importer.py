@@ -6,15 +6,15 @@ Anything without a counterpart here is refused, never dropped.
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
-from ase.data import atomic_numbers
 from torch import Tensor
 
+from forgefield.config.deepmd.types import elements_of_types, renamed
 from forgefield.errors import ForgefieldError
 from forgefield.models.building import build_model
 from forgefield.models.deeppot.deepmd_descriptors import cutoff_of_tree, descriptor_from_tree
@@ -30,19 +30,22 @@ from forgefield.models.deeppot.deepmd_networks import (
     refuse,
     stacked_state,
 )
-from forgefield.models.deeppot.deepmd_tables import split_table
+from forgefield.models.deeppot.deepmd_tables import split_sum, split_table
 from forgefield.models.importing import ImportedModel, Importer, ImportRequest
+from forgefield.models.resolved import TYPE_NAMES
 from forgefield.models.resolving import resolve_model
 
 
-def read_deepmd(path: str | os.PathLike[str], *, head: str | None = None) -> ImportedModel:
+def read_deepmd(
+    path: str | os.PathLike[str], *, head: str | None = None, species: Sequence[str] | None = None
+) -> ImportedModel:
     """Model in a file of DeePMD-kit (.yaml, .dp), a frozen model (.pth) or a checkpoint (.pt) of its torch
     backend. head: which of several models that
-    were trained together."""
+    were trained together. species: elements of the atom types, in their order, if their names do not tell them."""
     path = Path(path)
     tree = read_tree(path, head)
     try:
-        return _assemble(path, tree)
+        return _assemble(path, tree, species)
     except (KeyError, TypeError, IndexError, AttributeError) as error:
         raise ForgefieldError(f"{path} is not a model as DeePMD-kit 3 writes them: {error!r}.") from error
 
@@ -50,27 +53,30 @@ def read_deepmd(path: str | os.PathLike[str], *, head: str | None = None) -> Imp
 class DeepmdImporter(Importer):
     """Reads models of DeePMD-kit."""
 
-    accepts = ("head",)
+    accepts = ("head", "species")
 
     def read(self, request: ImportRequest) -> ImportedModel:
-        return read_deepmd(request.source, head=request.head)
+        return read_deepmd(request.source, head=request.head, species=request.species)
 
 
 IMPORTER = DeepmdImporter()
 
 
-def _assemble(path: Path, tree: Tree) -> ImportedModel:
+def _assemble(path: Path, tree: Tree, elements: Sequence[str] | None) -> ImportedModel:
     model, table = tree["model"], dict[str, Any]()
-    if model["type"] == "zbl":
+    if model["type"] in ("zbl", "linear", "linear_ener"):
         try:
-            model, table = split_table(model)
+            model, table = split_table(model) if model["type"] == "zbl" else split_sum(model)
         except ForgefieldError as error:
             raise ForgefieldError(f"{path}: {error}") from error
     if model["type"] != "standard":
         raise ForgefieldError(
-            f"{path} is a model of type {model['type']}; standard models, and those with a pair table (zbl), can be imported."
+            f"{path} is a model of type {model['type']}; standard models, and those with a pair table (zbl, linear), can be "
+            "imported."
         )
-    species = _species(path, model["type_map"])
+    types = [str(name) for name in model["type_map"]]
+    species = elements_of_types(str(path), "type_map", types, elements)
+    type_names = renamed(types, species)
     descriptor, fitting = model["descriptor"], model["fitting"]
     if fitting["type"] not in ("ener", *TYPES):
         supported = ", ".join(("ener", *TYPES))
@@ -95,8 +101,10 @@ def _assemble(path: Path, tree: Tree) -> ImportedModel:
         "atom_exclude_types": excluded,
         **biases,
         **table,
+        **({TYPE_NAMES: types} if type_names else {}),
     }
-    resolved = resolve_model(section, species=species, cutoff=cutoff_of_tree(descriptor))
+    cutoff = max(cutoff_of_tree(descriptor), table.get("pair_table_cutoff", 0.0))
+    resolved = resolve_model(section, species=species, cutoff=cutoff)
     weights |= fitting_weights
     precision = "float64" if any(array.dtype == np.float64 for array in weights.values()) else "float32"
     state = _fill(path, build_model(resolved, precision=precision, seed=0).state_dict(), weights)
@@ -107,7 +115,8 @@ def _assemble(path: Path, tree: Tree) -> ImportedModel:
         precision,
         origin=f"{path.name}: {tree.get('software', 'deepmd-kit')} {version}",
         checked="Checked: every weight has the shape that follows from the options in the file, and none is missing; the file "
-        "contains no predictions to compare with.",
+        "contains no predictions to compare with."
+        + "".join(f" Type {name} is {element} in structures." for name, element in type_names.items()),
     )
 
 
@@ -126,13 +135,6 @@ def _tensor_fitting(model: Tree, section: Tree, excluded: list[int]) -> tuple[Tr
     return options, {f"fitting.{name}": value for name, value in state.items()}
 
 
-def _species(path: Path, type_map: list[str]) -> list[str]:
-    for name in type_map:
-        if name not in atomic_numbers:
-            raise ForgefieldError(f"{path}: atom type {name} is not a chemical symbol.")
-    return list(type_map)
-
-
 def _fill(path: Path, shapes: Mapping[str, Tensor], weights: Arrays) -> dict[str, Tensor]:
     """Every tensor of the model, from the file if it is there: `out_bias` comes from the options."""
     state = dict(shapes)
@@ -149,10 +151,20 @@ def _fill(path: Path, shapes: Mapping[str, Tensor], weights: Arrays) -> dict[str
 
 def _energy_fitting(section: Tree, excluded: list[int]) -> tuple[Tree, Arrays]:
     """Options and weights of an energy fitting. excluded: species without an energy in the model."""
-    refuse("fitting", section, {**HARMLESS, "exclude_types": ([], excluded)})
+    harmless = {key: values for key, values in HARMLESS.items() if key != "dim_case_embd"}
+    refuse("fitting", section, {**harmless, "exclude_types": ([], excluded)})
     options = {key: section[key] for key in SAME} | parameter_options(section)
     options |= {"type": "ener", "rcond": section.get("rcond"), "trainable": section.get("trainable", True)}
     options["default_fparam"] = section.get("default_fparam")
+    if section.get("dim_case_embd"):
+        case = np.ravel(section["@variables"]["case_embd"]).tolist()
+        if (
+            len(case) != section["dim_case_embd"]
+            or sorted(case)[:-1] != [0.0] * (len(case) - 1)
+            or max(case) not in (0, 1)
+        ):
+            raise ForgefieldError(f"fitting.case_embd is {case}; it should be one 1 among zeros.")
+        options |= {"dim_case_embd": len(case), "case": case.index(1.0) if max(case) == 1 else None}
     if any(energy is not None for energy in section.get("atom_ener") or []):
         options["atom_ener"] = [None if e is None else float(np.ravel(e)[0]) for e in section["atom_ener"]]
     return options, stacked_state("fitting.networks", section["nets"]["networks"])

@@ -30,7 +30,13 @@ from forgefield.models.deeppot.options import (
     per_species,
     unseen_species,
 )
-from forgefield.models.deeppot.short_range import PairTable, complete_short_range, zbl_energies
+from forgefield.models.deeppot.short_range import (
+    PairEnergies,
+    PairTable,
+    complete_added_table,
+    complete_short_range,
+    zbl_energies,
+)
 from forgefield.models.deeppot.statistics import environment_statistics
 from forgefield.models.deeppot.tensor_fitting import TensorFitting
 from forgefield.models.deeppot.variants import (
@@ -46,6 +52,7 @@ from forgefield.models.deeppot.variants import (
 )
 from forgefield.models.edges import Batch, EdgeContext
 from forgefield.models.interface import DirectOutput, LastLayer, RegisteredModel
+from forgefield.models.resolved import TYPE_NAMES
 from forgefield.ops.graph import EdgeGraph, Segments, gather, join
 
 DESCRIPTOR_SECTIONS = ("descriptor", "descriptor.list")
@@ -104,6 +111,10 @@ class DeepPot(RegisteredModel[DeepPotOptions]):
             draw_branches(self.fitting, options.branches)
         has_table = options.srtab is not None
         self.table = PairTable(options, len(self.species), self.cutoff) if has_table else None
+        self.added = None
+        if options.added_table is not None:
+            end = self.cutoff if options.pair_table_cutoff is None else options.pair_table_cutoff
+            self.added = PairEnergies(options.added_table, len(self.species), end)
         numbers = [atomic_numbers.get(symbol, 0) for symbol in self.species]
         self.register_buffer("atomic_numbers", torch.tensor(numbers, dtype=torch.float64), persistent=False)
         if self.gives_energy:
@@ -160,7 +171,10 @@ class DeepPot(RegisteredModel[DeepPotOptions]):
 
     @classmethod
     def equivalent(cls, name: str, one: object, other: object, section: Mapping[str, Any]) -> bool:
-        """`sel` of se_atten is a number of neighbours of any species, or a list of which only the sum matters."""
+        """`sel` of se_atten is a number of neighbours of any species, or a list of which only the sum matters; names of types
+        change nothing."""
+        if name == TYPE_NAMES:
+            return True
         if not name.startswith("descriptor.") or not name.endswith(".sel"):
             return False
         if section.get("type") not in ("se_atten", "se_atten_v2"):
@@ -207,7 +221,9 @@ class DeepPot(RegisteredModel[DeepPotOptions]):
                 raise ForgefieldError(
                     f"model.atom_exclude_types contains {number}; indices of species are from 0 to {len(species) - 1}."
                 )
+        _check_type_names(options.type_names, species)
         short_range = complete_short_range(options, species, cutoff)
+        short_range |= complete_added_table(options, species, cutoff)
         fitting_class, of_fitting = fitting_part(options.fitting_net)
         fitting = fitting_class.complete(of_fitting, species=species, statistics=statistics)
         if issubclass(fitting_class, TensorFitting):
@@ -269,7 +285,7 @@ class DeepPot(RegisteredModel[DeepPotOptions]):
     def _pairs(self, species: Tensor, graph: EdgeGraph) -> tuple[Tensor | None, Tensor | None]:
         """Pairs of species (n_edges,) if they are used, and a mask (n_edges,), 0 for ignored edges, if there are any."""
         options, kinds, mask = self.options, None, None
-        if options.pair_exclude_types or self.table is not None:
+        if options.pair_exclude_types or self.table is not None or self.added is not None:
             kinds = species.index_select(0, graph.destination) * len(self.species)
             kinds = kinds + species.index_select(0, graph.source)
         if options.pair_exclude_types and kinds is not None:
@@ -305,7 +321,7 @@ class DeepPot(RegisteredModel[DeepPotOptions]):
         """Atomic energies (n_atoms,), eV, from the output of the fitting network: with tabulated pair energies, bias and
         repulsion, without species that have no energy."""
         species, options, graph, lengths = batch["species"], self.options, edges.graph, None
-        if self.table is not None or options.zbl:
+        if self.table is not None or self.added is not None or options.zbl:
             lengths = torch.linalg.vector_norm(edges.vectors, dim=1)
         if self.table is not None:
             tabulated, weights = self.table(lengths, kinds, graph, mask)
@@ -314,12 +330,21 @@ class DeepPot(RegisteredModel[DeepPotOptions]):
         if options.branches:
             kind = species + len(self.species) * branch_of_atoms(batch)
         atomic = atomic + gather(self.out_bias, Segments(kind, self.out_bias.shape[0]))
+        if self.added is not None and lengths is not None and kinds is not None:
+            atomic = atomic + self.added.energies(lengths, kinds, graph, mask)
         if options.zbl and lengths is not None:
             z = self.atomic_numbers.index_select(0, species)
             atomic = atomic + zbl_energies(lengths, z, graph, self.cutoff, options.zbl)
         if self.unseen:
             atomic = atomic * self.atom_seen.index_select(0, species)
         return atomic
+
+
+def _check_type_names(names: Sequence[str] | None, species: Sequence[str]) -> None:
+    if names is not None and (len(names) != len(species) or len(set(names)) != len(names)):
+        raise ForgefieldError(
+            f"model.type_names is {list(names)}; it needs a different name for each of {', '.join(species)}, or leave it out."
+        )
 
 
 def _complete_branches(
@@ -348,7 +373,12 @@ def _running_sums(values: Tensor) -> Tensor:
 def _refuse_energy_options(options: DeepPotOptions, fitting: FittingOptions) -> None:
     """Raise for options of energies, for a fitting network of another output."""
     energy_options = {"out_bias": options.out_bias, "zbl": options.zbl}
-    for key, value in {**energy_options, "use_srtab": options.use_srtab, "srtab": options.srtab}.items():
+    for key, value in {
+        **energy_options,
+        "use_srtab": options.use_srtab,
+        "srtab": options.srtab,
+        "pair_table": options.pair_table,
+    }.items():
         if value:
             there = "; it is part of fitting_net" if key == "out_bias" else ""
             raise ForgefieldError(f"model.{key} does not apply: model.fitting_net.type is {fitting.type}{there}.")

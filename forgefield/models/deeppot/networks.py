@@ -273,6 +273,16 @@ class Layer(StackedNetworks):
         y = self.activate(groups.affine(x, self.w.to(x.dtype), self.b.to(x.dtype)))
         if self.idt is not None:
             y = y * groups.per_row(self.idt.to(x.dtype))
+        return self._residual(y, x)
+
+    def single(self, network: int, x: Tensor) -> Tensor:
+        """x: (n, n_in), all rows for one network."""
+        y = self.activate(products.product(x, self.w[network].to(x.dtype)) + self.b[network].to(x.dtype))
+        if self.idt is not None:
+            y = y * self.idt[network].to(x.dtype)
+        return self._residual(y, x)
+
+    def _residual(self, y: Tensor, x: Tensor) -> Tensor:
         if self.repeats == 0:
             return y
         return y + x if self.repeats == 1 else y + torch.cat([x, x], -1)
@@ -330,6 +340,12 @@ class Networks(nn.Module):
         """(..., sizes[0]) -> (..., sizes[-1]), in the layout of `groups`."""
         result: Tensor = self.layers[-1](self.hidden(x, groups), groups)
         return result
+
+    def single(self, network: int, x: Tensor) -> Tensor:
+        """(n, sizes[0]) -> (n, sizes[-1]), by one of the networks."""
+        for layer in self.layers:
+            x = layer.single(network, x)
+        return x
 
     def hidden(self, x: Tensor, groups: Groups) -> Tensor:
         """(..., sizes[0]) -> (..., sizes[-2]), the input of the last layer."""

@@ -51,8 +51,8 @@ class DescriptorOptions(AnyDescriptorOptions):
 
 
 @dataclass
-class EmbeddingOptions(DescriptorOptions):
-    """Options of descriptors with an embedding network that reads rows of the environment."""
+class RowOptions(DescriptorOptions):
+    """Options of descriptors with networks that read rows of the environment."""
 
     takes_total: ClassVar[bool] = False
     """Whether `sel` may be one number for all species."""
@@ -67,16 +67,12 @@ class EmbeddingOptions(DescriptorOptions):
     """Widths of the embedding network."""
     resnet_dt: bool = False
     """Residual layers with trained step sizes."""
-    type_one_side: bool = False
-    """An embedding network for each species of the neighbour, not for each pair of species."""
     set_davg_zero: bool = False
     """Divide by deviations without subtracting means."""
     davg: list[list[float]] | None = None
     """Mean of the rows, by species of the centre, 1/A. From the training data."""
     dstd: list[list[float]] | None = None
     """Deviation of the rows, by species of the centre, 1/A. From the training data."""
-    neighbour_norm: float | None = None
-    """Divisor of sums over neighbours. Default: the sum of `sel`, or without it the mean number of neighbours."""
     most_neighbours: list[int] | None = None
     """Largest number of neighbours of each species of an atom in the training data; slots for them are reserved on export."""
 
@@ -85,6 +81,16 @@ class EmbeddingOptions(DescriptorOptions):
             raise ForgefieldError(
                 f"model.descriptor.sel is {self.sel}; it must be a list with one number for each species, auto or null."
             )
+
+
+@dataclass
+class EmbeddingOptions(RowOptions):
+    """Options of descriptors with an embedding of each neighbour."""
+
+    type_one_side: bool = False
+    """An embedding network for each species of the neighbour, not for each pair of species."""
+    neighbour_norm: float | None = None
+    """Divisor of sums over neighbours. Default: the sum of `sel`, or without it the mean number of neighbours."""
 
 
 @dataclass
@@ -165,6 +171,10 @@ class EnergyFittingOptions(FittingOptions):
     type: str = "ener"
     rcond: float | None = None
     """Singular values below this fraction of the largest are ignored in the fit of `out_bias`."""
+    dim_case_embd: int = option(0, at_least=0)
+    """Numbers that tell apart branches with a common network: 1 for the branch, in the order of names, 0 for others."""
+    case: int | None = option(None, at_least=0)
+    """With `dim_case_embd`, in a model with one energy: the index of its branch; null: all numbers are 0."""
     atom_ener: list[float | None] = field(default_factory=list)
     """Energy of the isolated atom of each species, eV, or null. Networks of species with one are zero without neighbours."""
 
@@ -174,7 +184,7 @@ class DeepPotOptions:
     """Options of a Deep Potential."""
 
     descriptor: dict[str, Any] = field(default_factory=lambda: {"type": "se_e2_a"})
-    """The descriptor: `type` (se_e2_a, se_e2_r, se_atten) and its options by DeePMD-kit's names."""
+    """The descriptor: `type` (se_e2_a, se_e2_r, se_e3, se_atten, se_atten_v2, hybrid) and its options by DeePMD-kit's names."""
     fitting_net: dict[str, Any] = field(default_factory=lambda: {"type": "ener"})
     """The fitting network: `type` (ener, property, dos, dipole, polar) and its options by DeePMD-kit's names."""
     pair_exclude_types: list[list[int]] = field(default_factory=list)
@@ -193,14 +203,22 @@ class DeepPotOptions:
     """With `use_srtab`: an atom whose nearest neighbour is farther away has the energy of the network, A."""
     srtab: dict[str, Any] | None = None
     """The table that was read from `use_srtab`."""
+    pair_table: str | None = None
+    """File with a table of pair energies that are added to the network's, such as a dispersion correction."""
+    pair_table_cutoff: float | None = option(None, above=0, unit="A")
+    """Distance at which the energies of `pair_table` end, A; default: `data.cutoff`."""
+    added_table: dict[str, Any] | None = None
+    """The table that was read from `pair_table`."""
     out_bias: list[float] | None = None
     """Energy of each species that is added to the network's, eV. From the training data."""
+    type_names: list[str] | None = None
+    """Names of the species in systems and models of DeePMD-kit; default: the elements."""
     branches: dict[str, Any] = field(default_factory=dict)
     """Several energies of one descriptor, by name, each learnt from its own data: {water: {}, ice: {fitting_net: {seed: 2}}}. A
     branch has its own fitting network, unless `share` names the branch whose network it uses, and its own `out_bias`."""
 
 
-def check_network(where: str, options: EmbeddingOptions | FittingOptions, *, allow_none: bool = False) -> None:
+def check_network(where: str, options: RowOptions | FittingOptions, *, allow_none: bool = False) -> None:
     """Raise for options of a network that are wrong. allow_none: whether it may have no hidden layers."""
     check_values(options, where)
     check_activation(f"{where}.activation_function", options.activation_function)
@@ -208,7 +226,7 @@ def check_network(where: str, options: EmbeddingOptions | FittingOptions, *, all
         raise ForgefieldError(f"{where}.neuron is {options.neuron}; it needs at least one width, each at least 1.")
 
 
-def check_descriptor(options: EmbeddingOptions, species: Sequence[str], cutoff: float) -> None:
+def check_descriptor(options: RowOptions, species: Sequence[str], cutoff: float) -> None:
     """Raise for descriptor options that are wrong."""
     where = "model.descriptor"
     check_network(where, options)
@@ -346,6 +364,7 @@ def rcond_of(fitting: FittingOptions) -> float | None:
 DESCRIPTORS = {
     "se_e2_a": "se_e2.SeE2A",
     "se_e2_r": "se_e2.SeE2R",
+    "se_e3": "se_e3.SeE3",
     "se_atten": "se_atten.SeAtten",
     "se_atten_v2": "se_atten.SeAttenV2",
     "hybrid": "hybrid.Hybrid",
@@ -359,10 +378,16 @@ FITTINGS = {
     "polar": "tensor_fitting.PolarFitting",
 }
 """Where the class of each fitting network is; it has `Options` and `complete`."""
-ALIASES = {"se_a": "se_e2_a", "se_r": "se_e2_r", "dpa1": "se_atten"}
+ALIASES = {
+    "se_a": "se_e2_a",
+    "se_r": "se_e2_r",
+    "se_t": "se_e3",
+    "se_at": "se_e3",
+    "se_a_3be": "se_e3",
+    "dpa1": "se_atten",
+}
 _DATA_SETTINGS = {"rcut": "data.cutoff", "type_map": "data.species", "ntypes": "data.species"}
 _NOT_APPLICABLE = {
-    "dim_case_embd": "a model has one fitting network",
     "use_aparam_as_mask": "missing atoms are left out of the data",
     "layer_name": "networks do not share layers by name",
     "spin": "spins are not part of this model",

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from forgefield.errors import ForgefieldError
 from forgefield.models.deeppot.descriptor import environment_rows
-from forgefield.models.deeppot.options import EmbeddingOptions, excluded_kinds
+from forgefield.models.deeppot.options import RowOptions, excluded_kinds
 from forgefield.models.edges import edge_vectors
 
 LEAST_DEVIATION = 1e-2
@@ -108,7 +108,7 @@ class RowStatistics:
 
 
 def embedding_statistics(
-    options: EmbeddingOptions,
+    options: RowOptions,
     *,
     species: tuple[str, ...],
     cutoff: float,

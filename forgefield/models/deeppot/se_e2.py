@@ -24,6 +24,7 @@ from forgefield.models.deeppot.moments import expand, sum_by_moments
 from forgefield.models.deeppot.networks import EDGE_BLOCK, Groups, Networks, group_rows
 from forgefield.models.deeppot.options import (
     EmbeddingOptions,
+    RowOptions,
     SeE2AOptions,
     SeE2ROptions,
     check_descriptor,
@@ -210,6 +211,18 @@ def complete_rows(
 ) -> OptionsT:
     """Options checked, with statistics of rows of `columns` numbers: davg, dstd, neighbour_norm and most_neighbours."""
     check_descriptor(options, species, cutoff)
+    filled = measured_rows(options, columns, species=species, statistics=statistics)
+    if options.neighbour_norm is None:
+        sel, environment = filled["sel"], statistics.get("environment") or {}
+        mean = environment.get("mean_neighbours", statistics.get("mean_neighbours"))
+        filled["neighbour_norm"] = float(sum(sel)) if sel is not None else max(float(mean or 0.0), 1.0)
+    return dataclasses.replace(options, **filled)
+
+
+def measured_rows(
+    options: RowOptions, columns: int, *, species: tuple[str, ...], statistics: Mapping[str, Any]
+) -> dict[str, Any]:
+    """The options sel, davg, dstd and most_neighbours, as set or from statistics of rows of `columns` numbers."""
     sel = options.sel if isinstance(options.sel, list) else None
     environment: Mapping[str, Any] = statistics.get("environment") or {}
     filled: dict[str, Any] = {
@@ -231,10 +244,7 @@ def complete_rows(
         filled["davg"] = [[0.0] * columns for _ in species]
     if sel is not None:
         require_slots(sel, environment.get("max_neighbours"), species)
-    if options.neighbour_norm is None:
-        mean = environment.get("mean_neighbours", statistics.get("mean_neighbours"))
-        filled["neighbour_norm"] = float(sum(sel)) if sel is not None else max(float(mean or 0.0), 1.0)
-    return dataclasses.replace(options, **filled)
+    return filled
 
 
 def extended_rows(options: OptionsT, n_old: int, measured: Mapping[str, Any]) -> OptionsT:

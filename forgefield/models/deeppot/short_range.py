@@ -60,23 +60,40 @@ def complete_short_range(options: DeepPotOptions, species: Sequence[str], cutoff
     return {"smin_alpha": alpha, "srtab": table}
 
 
-def read_table(path: str, n_species: int, cutoff: float) -> dict[str, Any]:
+def complete_added_table(options: DeepPotOptions, species: Sequence[str], cutoff: float) -> dict[str, Any]:
+    """Options of the table that is added, checked and with the table read."""
+    if options.pair_table is None and options.added_table is None:
+        if options.pair_table_cutoff is not None:
+            raise ForgefieldError(
+                "model.pair_table_cutoff has a meaning only with model.pair_table, the file of a table."
+            )
+        return {}
+    end = cutoff if options.pair_table_cutoff is None else float(options.pair_table_cutoff)
+    if not 0 < end <= cutoff:
+        raise ForgefieldError(
+            f"model.pair_table_cutoff is {end:g}; it must be positive and at most data.cutoff={cutoff:g}."
+        )
+    table = options.added_table or read_table(str(options.pair_table), len(species), end, key="pair_table")
+    return {"pair_table_cutoff": end, "added_table": table}
+
+
+def read_table(path: str, n_species: int, cutoff: float, key: str = "use_srtab") -> dict[str, Any]:
     """A table that reaches the cutoff: {start, step, energies: rows of n (n + 1) / 2 numbers}, A and eV."""
     if not Path(path).is_file():
-        raise ForgefieldError(f"model.use_srtab: {path} does not exist.")
+        raise ForgefieldError(f"model.{key}: {path} does not exist.")
     try:
         rows = np.loadtxt(path, dtype=np.float64, ndmin=2)
     except ValueError as error:
-        raise ForgefieldError(f"model.use_srtab: {path} is not a table of numbers: {error}.") from error
+        raise ForgefieldError(f"model.{key}: {path} is not a table of numbers: {error}.") from error
     columns = 1 + n_species * (n_species + 1) // 2
     if rows.shape[1] != columns or len(rows) < 3:
         raise ForgefieldError(
-            f"model.use_srtab: {path} has {len(rows)} rows of {rows.shape[1]} columns; {n_species} species need at least 3 "
+            f"model.{key}: {path} has {len(rows)} rows of {rows.shape[1]} columns; {n_species} species need at least 3 "
             f"rows of {columns} columns, the distance and an energy for each pair of species."
         )
     steps = np.diff(rows[:, 0])
     if not (steps > 0).all() or not np.allclose(steps, steps[0], rtol=1e-6):
-        raise ForgefieldError(f"model.use_srtab: the distances in {path} must ascend in equal steps.")
+        raise ForgefieldError(f"model.{key}: the distances in {path} must ascend in equal steps.")
     energies = _reaching(rows, float(steps[0]), cutoff)
     return {"start": float(rows[0, 0]), "step": float(steps[0]), "energies": energies.tolist()}
 
@@ -98,17 +115,16 @@ def _reaching(rows: np.ndarray, step: float, cutoff: float) -> np.ndarray:
     return np.concatenate([energies, cubic(points)])
 
 
-class PairTable(nn.Module):
-    """Energies of the table by splines, and the weight that they have against the network's."""
+class PairEnergies(nn.Module):
+    """Energies of a table by splines. table: {start, step, energies}, A and eV. cutoff: where they end, A."""
 
     splines: Tensor
 
-    def __init__(self, options: DeepPotOptions, n_species: int, cutoff: float) -> None:
+    def __init__(self, table: Mapping[str, Any], n_species: int, cutoff: float) -> None:
         super().__init__()
-        assert options.srtab is not None
-        self.options, self.n_species, self.cutoff = options, n_species, cutoff
-        self.start, self.step = float(options.srtab["start"]), float(options.srtab["step"])
-        energies = np.asarray(options.srtab["energies"], dtype=np.float64)
+        self.cutoff = cutoff
+        self.start, self.step = float(table["start"]), float(table["step"])
+        energies = np.asarray(table["energies"], dtype=np.float64)
         self.count = len(energies) - 1
         splines = np.zeros((n_species, n_species, self.count, 4))
         pairs = [(a, b) for a in range(n_species) for b in range(a, n_species)]
@@ -117,8 +133,8 @@ class PairTable(nn.Module):
             splines[a, b] = splines[b, a] = CubicSpline(nodes, column, bc_type="clamped").c.T
         self.register_buffer("splines", torch.from_numpy(splines).flatten(0, 2).t().contiguous(), persistent=False)
 
-    def forward(self, lengths: Tensor, kinds: Tensor, graph: EdgeGraph, mask: Tensor | None) -> tuple[Tensor, Tensor]:
-        """Energies (n_atoms,), eV, and weights (n_atoms,) of the table.
+    def energies(self, lengths: Tensor, kinds: Tensor, graph: EdgeGraph, mask: Tensor | None) -> Tensor:
+        """(n_atoms,) half of each pair's energy, eV.
 
         lengths: (n_edges,), A; kinds: (n_edges,) species of centre times number of species plus that of the neighbour.
         """
@@ -128,8 +144,20 @@ class PairTable(nn.Module):
         pair = 0.5 * (((a * inside + b) * inside + c) * inside + d)
         end = min(self.cutoff, self.start + self.step * self.count)
         is_real = lengths < end if mask is None else (lengths < end) & (mask > 0)
-        energies = segment_sum(torch.where(is_real, pair, torch.zeros_like(pair)), graph.by_destination)
-        return energies, self._weights(lengths, graph, mask)
+        return segment_sum(torch.where(is_real, pair, torch.zeros_like(pair)), graph.by_destination)
+
+
+class PairTable(PairEnergies):
+    """Energies of the table by splines, and the weight that they have against the network's."""
+
+    def __init__(self, options: DeepPotOptions, n_species: int, cutoff: float) -> None:
+        assert options.srtab is not None
+        super().__init__(options.srtab, n_species, cutoff)
+        self.options = options
+
+    def forward(self, lengths: Tensor, kinds: Tensor, graph: EdgeGraph, mask: Tensor | None) -> tuple[Tensor, Tensor]:
+        """Energies (n_atoms,), eV, and weights (n_atoms,) of the table. Arguments as for `energies`."""
+        return self.energies(lengths, kinds, graph, mask), self._weights(lengths, graph, mask)
 
     def _weights(self, lengths: Tensor, graph: EdgeGraph, mask: Tensor | None) -> Tensor:
         """1 where the nearest neighbour is closer than sw_rmin, 0 where it is farther than sw_rmax or there is none."""

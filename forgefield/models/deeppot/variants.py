@@ -24,6 +24,7 @@ from forgefield.errors import ForgefieldError
 from forgefield.models.deeppot.fitting import Fitting
 from forgefield.models.deeppot.options import descriptor_part, fitting_part
 from forgefield.models.interface import unknown_species
+from forgefield.models.resolved import TYPE_NAMES
 
 KEYS = ("fitting_net", "out_bias", "share")
 ALONE = ("seed",)
@@ -121,7 +122,10 @@ def single(
             f"the model has the branches {', '.join(names)}, and {asked} (head=NAME, --head NAME).{hint}"
         )
     section, index, n_species = branches[name], names.index(name), len(resolved["species"])
-    options = {**resolved, "branches": {}, "fitting_net": section["fitting_net"], "out_bias": section["out_bias"]}
+    fitting_net = dict(section["fitting_net"])
+    if fitting_net.get("dim_case_embd"):
+        fitting_net["case"] = index
+    options = {**resolved, "branches": {}, "fitting_net": fitting_net, "out_bias": section["out_bias"]}
     number, n_networks = owners(branches), max(owners(branches)) + 1
     if state is None:
         return options, {}
@@ -156,7 +160,7 @@ def require_extensible(resolved: Mapping[str, Any], new: Sequence[str], source: 
     refusal = descriptor_class.refuses_species(descriptor, n_old, n_old + len(new))
     if refusal is not None:
         raise ForgefieldError(f"{problem}{refusal}")
-    if resolved.get("srtab") is not None:
+    if resolved.get("srtab") is not None or resolved.get("added_table") is not None:
         raise ForgefieldError(f"{problem}its pair table has no energies for them; train a new model.")
 
 
@@ -166,6 +170,8 @@ def extended_options(resolved: Mapping[str, Any], new: Sequence[str], measured: 
     n = len(options["species"])
     options["species"] = [*options["species"], *new]
     options["out_bias"] = [*options["out_bias"], *[0.0] * len(new)]
+    if options.get(TYPE_NAMES):
+        options[TYPE_NAMES] = [*options[TYPE_NAMES], *new]
     descriptor_class, descriptor = descriptor_part(options["descriptor"])
     options["descriptor"] = dataclasses.asdict(descriptor_class.extended(descriptor, n, measured))
     if options["fitting_net"]["atom_ener"]:

@@ -37,8 +37,8 @@ class HeadOptions:
     unit: str = ""
     """Of the values, as text."""
     reduce: str = "mean"
-    """How the value of a frame follows from its atoms': sum or mean of their values; max or attention: the last layer reads the
-    maximum of each feature over the atoms, or their mean with learnt weights."""
+    """How the value of a frame is computed from its atoms: sum or mean of their values; max or attention: the last layer reads
+    the maximum of each feature over the atoms, or their mean with learnt weights."""
     kind: str = "values"
     """How values transform under rotations: values (invariant), vector, symmetric or tensor (equivariant, 3 x 3)."""
     net_zero: bool = False

@@ -39,7 +39,9 @@ def write_mace(potential: Potential, path: str | os.PathLike[str], *, sel: Seque
     if path.suffix != SUFFIX:
         raise ForgefieldError(f"{path}: files that mace-torch reads end in {SUFFIX}.")
     if not isinstance(model, MACE):
-        raise ForgefieldError(f"a {type(model).__name__} cannot be exported to mace-torch, only a mace model.")
+        raise ForgefieldError(
+            f"a {type(model).__name__} cannot be exported to mace-torch, only a model with model.name=mace."
+        )
     if potential.extra_outputs or potential.forces_are_direct:
         names = ", ".join(potential.extra_outputs) or "forces that are not the derivative of its energy"
         raise ForgefieldError(f"this model also predicts {names}, which mace-torch does not support.")

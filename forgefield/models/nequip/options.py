@@ -21,7 +21,8 @@ class NequIPOptions(TermOptions):
     l_max: int = option(1, at_least=0)
     """Highest rotation order of features and edge harmonics. 1 is fast, 2 and 3 are more accurate."""
     parity: bool = True
-    """Keep features of both mirror parities; without, only those of vectors' kind (0e, 1o, 2e, ...): faster."""
+    """Keep features of both mirror parities; without, only those with the parity of the harmonics (0e, 1o, 2e, ...), which is
+    faster."""
     num_features: int | list[int] = 32
     """Channels of every rotation order, or one number per order."""
     type_embed_num_features: int | None = option(None, at_least=1)

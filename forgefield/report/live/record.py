@@ -241,7 +241,11 @@ class LiveRun:
 
     def errors(self) -> dict[str, dict[str, float]]:
         """Errors by split and name (`forces_mae`): of the best weights in validation, and of each test set."""
-        named = {"val": {key.removeprefix("val/"): value for key, value in self.best.items() if key.startswith("val/")}}
+        named: dict[str, dict[str, float]] = {"val": {}}
+        for key, value in self.best.items():
+            split, _, name = key.partition("/")
+            if split == "val" or split.startswith("val-"):
+                named.setdefault(split, {})[name] = value
         tests = {name: errors_of(test) for name, test in self.data.tests.items()}
         return {name: errors for name, errors in (named | tests).items() if errors}
 

@@ -63,10 +63,13 @@ def tests_table(run: RunData) -> Html | None:
         return None
     by_split, shown = errors_by_split(run), quantities(run.heads)
     names = [name for name in shown if any(f"{name}_mae" in errors for errors in by_split.values())]
+    kinds = {"mae": "MAE", "rmse": "RMSE"}
+    if any(f"{name}_max" in errors for errors in by_split.values() for name in names):
+        kinds["max"] = "largest"
     header: list[Child] = ["Data", "From", run.kind.name.capitalize(), "Weights"]
     for name in names:
         unit = shown[name].error_unit
-        header += [with_unit(f"{shown[name].title} {kind}", unit) for kind in ("MAE", "RMSE")]
+        header += [with_unit(f"{shown[name].title} {title}", unit) for title in kinds.values()]
     rows: list[list[Child]] = []
     for split in [split for split in run.splits if split in by_split]:
         stored = run.tests.get(split, {})
@@ -75,7 +78,7 @@ def tests_table(run: RunData) -> Html | None:
             number = len(run.predictions[split].n_atoms)
         source = stored.get("source", "data.val" if split == "val" else NOTHING)
         source = shorten(", ".join(map(str, source)) if isinstance(source, list) else source, 120)
-        errors = [significant(by_split[split].get(f"{name}_{kind}")) for name in names for kind in ("mae", "rmse")]
+        errors = [significant(by_split[split].get(f"{name}_{kind}")) for name in names for kind in kinds]
         rows.append([split_title(split), source, count(number), shorten(stored.get("weights", "best"), 20), *errors])
     return tag("div", card("All data", table(header, rows, text_columns=2)), class_="grid")
 

@@ -118,7 +118,9 @@ class MetricsLog(Callback):
 def describe_row(row: Mapping[str, Any], units: Mapping[str, str]) -> str:
     """A line of the log for a row of metrics: losses, MAE and RMSE with units, accuracies. Epochs are counted from one."""
     sections = [f"epoch {int(row['epoch']) + 1}  step {row['step']}  lr {float(row['lr']):.3g}"]
-    for split, title in (("train", "train"), ("val", "validation")):
+    named = dict.fromkeys(key.partition("/")[0] for key in row if key.startswith("val-"))
+    titles = {"train": "train", "val": "validation", **{split: split.replace("-", " ", 1) for split in named}}
+    for split, title in titles.items():
         values = [f"loss {digits(float(row[f'{split}/loss']))}"] if f"{split}/loss" in row else []
         for key, value in row.items():
             name, _, kind = key.removeprefix(f"{split}/").rpartition("_")

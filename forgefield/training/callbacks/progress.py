@@ -200,7 +200,7 @@ class RunProgress(ObservesSteps, ProgressBar):
 
     def _read_values(self, trainer: L.Trainer) -> None:
         for name, value in trainer.callback_metrics.items():
-            if name.startswith(("train/", "val/", "test/")):
+            if name.startswith(("train/", "val/", "val-", "test/")):
                 self._values[name] = float(value)
 
     def _read_speed(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:

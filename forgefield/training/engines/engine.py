@@ -17,6 +17,7 @@ from forgefield.data.batch import SHAPES, Batch, Shapes, halves, is_memory_error
 from forgefield.data.padding import sizes
 from forgefield.errors import ForgefieldError
 from forgefield.ops.autograd import AutogradContext, Gradients, TypedFunction
+from forgefield.tasks.metrics import merged
 from forgefield.training.engines.step import Differentiated, Measured, StepFunction
 
 Denominators = Callable[[], Tensor]
@@ -215,7 +216,7 @@ def _add(a: Differentiated, b: Differentiated) -> Differentiated:
 
 
 def _add_measured(a: Measured, b: Measured) -> Measured:
-    return Measured(a.sums + b.sums, a.errors + b.errors)
+    return Measured(a.sums + b.sums, merged(a.errors, b.errors))
 
 
 def split_batch(batch: Batch, parts: int, shapes: Shapes = SHAPES) -> list[Batch]:

@@ -31,7 +31,7 @@ T = TypeVar("T")
 
 
 class Measured(NamedTuple):
-    """sums: (2, n_targets), sums and counts of the loss terms. errors: (n_rows, 3), as from `ErrorMetrics.measure`."""
+    """sums: (2, n_targets), sums and counts of the loss terms. errors: as from `ErrorMetrics.measure`."""
 
     sums: Tensor
     errors: Tensor
@@ -48,7 +48,7 @@ class Differentiated(NamedTuple):
 class StepFunction:
     """The loss of `task` on the outputs of `potential`, and its gradients.
 
-    errors: the errors to measure.
+    errors: the errors to measure. evaluation_errors: those of evaluations, which may include the largest; default: the same.
     knots: number of intervals of the tables from which kernels read radial weights; 0 for exact weights.
     storage: type in which kernels store rows during a training step.
     edge_kernels: whether kernels may be used for sums over edges.
@@ -68,12 +68,14 @@ class StepFunction:
         edge_kernels: bool = True,
         c_code: int = C_LATEST,
         shapes: Shapes = SHAPES,
+        evaluation_errors: ErrorMetrics | None = None,
     ) -> None:
         if derivative not in DERIVATIVES:
             raise ValueError(f"there is no derivative form '{derivative}'")
         self.potential, self.task, self.errors, self.derivative = potential, task, errors, derivative
         self.shapes, self.knots, self.storage, self.edge_kernels = shapes, knots, storage, edge_kernels
         self.c_code = c_code
+        self.evaluation_errors = errors if evaluation_errors is None else evaluation_errors
         parameters = dict(potential.named_parameters())
         self.trained = [name for name, parameter in parameters.items() if parameter.requires_grad]
         frozen = [name for name in parameters if name not in set(self.trained)]
@@ -128,7 +130,7 @@ class StepFunction:
         with _evaluation_mode(self.potential), self._kernels("float32"):
             outputs = self._with_weights([tensor.detach() for tensor in trained], fixed, lambda: self._outputs(batch))
         with torch.no_grad():
-            return self._measured(*self.task.sums(outputs, batch), outputs, batch)
+            return _measured(*self.task.sums(outputs, batch), self.evaluation_errors.measure(outputs, batch))
 
     def _by_double_backward(
         self, weights: list[Tensor], batch: Batch, target_weights: Tensor, denominators: Tensor | None
@@ -225,10 +227,11 @@ class StepFunction:
     ) -> tuple[Tensor, Measured]:
         sums, counts = self.task.sums(outputs, batch)
         loss = self.task.combine(sums, counts if denominators is None else denominators, target_weights)
-        return loss, self._measured(sums, counts, outputs, batch)
+        return loss, _measured(sums, counts, self.errors.measure(outputs, batch))
 
-    def _measured(self, sums: Tensor, counts: Tensor, outputs: Batch, batch: Batch) -> Measured:
-        return Measured(torch.stack([sums, counts]).detach(), self.errors.measure(outputs, batch))
+
+def _measured(sums: Tensor, counts: Tensor, errors: Tensor) -> Measured:
+    return Measured(torch.stack([sums, counts]).detach(), errors)
 
 
 class _Holder(nn.Module):

@@ -1,4 +1,5 @@
-"""Averages of the weights: an exponential moving average (EMA), or the mean over the last part of a training (SWA).
+"""Averages of the weights: an exponential moving average (EMA), the mean over the last part of a training (SWA), or the average
+of a schedule-free optimiser.
 
 The average is stored next to the weights: training always continues from the weights themselves. For validation, tests and
 saving the two are exchanged.
@@ -14,7 +15,8 @@ import torch
 from torch import Tensor, nn
 
 from forgefield.errors import ForgefieldError
-from forgefield.training.options import TrainingOptions
+from forgefield.training.optim.schedule_free import ScheduleFree
+from forgefield.training.options import TrainingOptions, is_schedule_free
 
 
 class WeightAverage:
@@ -135,8 +137,57 @@ class StochasticAverage(WeightAverage):
         self.first_step, self.stride = int(state["first_step"]), int(state["stride"])
 
 
+class ScheduleFreeAverage(WeightAverage):
+    """The weights x of a schedule-free optimiser, in the place of a running average.
+
+    Between two calls of `exchange` the module has x; the second one restores y exactly.
+    """
+
+    def __init__(self, module: nn.Module) -> None:
+        super().__init__(module, 0.5)
+        self.average = {}
+        self._optimiser: ScheduleFree | None = None
+        self._kept: list[Tensor] = []
+
+    def bind(self, optimiser: ScheduleFree) -> None:
+        """Set the optimiser that trains the module."""
+        self._optimiser = optimiser
+
+    def update(self) -> None:
+        self.updates += 1
+
+    def next_share(self) -> float:
+        self.updates += 1
+        return 0.0
+
+    def update_with_share(self, share: Tensor) -> None:
+        """Nothing: the optimiser has updated the average."""
+
+    @torch.no_grad()
+    def exchange(self) -> None:
+        weights: list[Tensor] = list(self._weights.values())
+        if self._kept:
+            torch._foreach_copy_(weights, self._kept)
+            self._kept = []
+            return
+        if self._optimiser is None:
+            return
+        groups = {id(p): group for group in self._optimiser.param_groups for p in group["params"]}
+        averages = [self._optimiser.averaged(groups[id(p)], p) if id(p) in groups else p.clone() for p in weights]
+        self._kept = [weight.detach().clone() for weight in weights]
+        torch._foreach_copy_(weights, averages)
+
+    def to(self, device: torch.device) -> None:
+        """Nothing: the state of the optimiser is on the device of the weights."""
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.updates = int(state["updates"])
+
+
 def weight_average(module: nn.Module, training: TrainingOptions) -> WeightAverage | None:
-    """The average that `training.swa` or `training.ema` describes; None without either."""
+    """The average that the optimiser, `training.swa` or `training.ema` describes; None without any of them."""
+    if is_schedule_free(training.optimizer):
+        return ScheduleFreeAverage(module)
     if training.swa is not None:
         return StochasticAverage(module, start=training.swa.start, every=training.swa.every)
     return WeightAverage(module, training.ema) if training.ema else None

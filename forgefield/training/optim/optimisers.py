@@ -4,19 +4,26 @@ path."""
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from types import ModuleType
 from typing import Any, TypeVar
 
 import torch
 from lightning.pytorch.utilities.types import LRSchedulerConfigType
 from torch import Tensor
-from torch.optim.lr_scheduler import CosineAnnealingLR, LRScheduler, ReduceLROnPlateau
+from torch.optim.lr_scheduler import (
+    ChainedScheduler,
+    CosineAnnealingLR,
+    LRScheduler,
+    ReduceLROnPlateau,
+    SequentialLR,
+)
 
 from forgefield.config.components import check_signature, import_class
 from forgefield.config.nearest import did_you_mean
 from forgefield.config.trust import CONFIG
 from forgefield.errors import ForgefieldError
+from forgefield.training.optim.schedule_free import SCHEDULE_FREE
 from forgefield.training.optim.schedules import SCHEDULES, StepSchedule
 
 Spec = str | Mapping[str, Any]
@@ -29,7 +36,12 @@ T = TypeVar("T")
 def build_optimiser(spec: Spec, parameters: Parameters, *, lr: float) -> torch.optim.Optimizer:
     """The optimiser that `training.optimizer` describes."""
     name, options = _name_and_options(spec, "training.optimizer")
-    cls = _find(torch.optim, name, torch.optim.Optimizer, "training.optimizer")
+    cls = _find(torch.optim, name, torch.optim.Optimizer, "training.optimizer", SCHEDULE_FREE)
+    if cls.__module__.partition(".")[0] == "schedulefree":
+        raise ForgefieldError(
+            f"training.optimizer: {name} has to be switched between training and evaluation; use name={cls.__name__}, "
+            "Forgefield's optimiser with the same numbers, if it exists."
+        )
     build: Callable[..., torch.optim.Optimizer] = cls
     if "lr" in options:
         raise ForgefieldError("training.optimizer.lr: set the learning rate with training.lr instead.")
@@ -63,6 +75,8 @@ def build_scheduler(
     if interval not in (("step",) if by_step else ("epoch", "step")):
         valid = "step" if by_step else "epoch or step"
         raise ForgefieldError(f"training.scheduler.interval must be {valid} for {name}, not '{interval}'.")
+    if issubclass(cls, COMBINED):
+        options["schedulers"] = _members(options.get("schedulers"), name, optimiser, lr_factor)
     check_signature(cls, options, where="training.scheduler", supplied=("optimizer",))
     if (by_step or cls is CosineAnnealingLR) and "T_max" not in options:
         options["T_max"] = _length(interval, epochs, steps)
@@ -70,7 +84,8 @@ def build_scheduler(
     if not by_step:
         options = {key: _for_groups(key, item, optimiser) for key, item in options.items()}
     try:
-        scheduler = cls(optimiser, **options)
+        # A chain takes the optimiser from its members, and has it as an option after them.
+        scheduler = cls(**options) if cls is ChainedScheduler else cls(optimiser, **options)
     except (TypeError, ValueError) as error:
         raise ForgefieldError(f"training.scheduler: {cls.__name__} cannot be built: {error}.") from error
     plateau = isinstance(scheduler, ReduceLROnPlateau)
@@ -81,6 +96,36 @@ def build_scheduler(
     # A plateau scheduler is stepped after each validation.
     frequency = validate_every if plateau else 1
     return {"scheduler": scheduler, "interval": interval, "frequency": frequency, "monitor": monitor, "strict": True}
+
+
+def _members(specs: object, name: str, optimiser: torch.optim.Optimizer, lr_factor: float) -> list[LRScheduler]:
+    """The schedulers in the list `training.scheduler.schedulers` of a sequence or a chain."""
+    if not isinstance(specs, Sequence) or isinstance(specs, str) or not specs:
+        raise ForgefieldError(
+            f"training.scheduler.schedulers: {name} needs a list of schedulers, such as [{{name: LinearLR, total_iters: 5}}, "
+            "{name: CosineAnnealingLR, T_max: 95}]."
+        )
+    built = []
+    for number, spec in enumerate(specs):
+        where = f"training.scheduler.schedulers.{number}"
+        member, options = _name_and_options(spec, where)
+        cls = _find(torch.optim.lr_scheduler, member, LRScheduler, where)
+        if issubclass(cls, (*COMBINED, ReduceLROnPlateau)):
+            raise ForgefieldError(f"{where}: {cls.__name__} cannot be one of the schedulers of {name}.")
+        if "interval" in options:
+            raise ForgefieldError(
+                f"{where}.interval: set training.scheduler.interval, which all schedulers have in common."
+            )
+        if cls is CosineAnnealingLR and "T_max" not in options:
+            raise ForgefieldError(f"{where}: set T_max, the number of epochs or steps (interval) of this part.")
+        check_signature(cls, options, where=where, supplied=("optimizer",))
+        options = {key: _scaled(item, lr_factor) if key in _RATES else item for key, item in options.items()}
+        options = {key: _for_groups(key, item, optimiser) for key, item in options.items()}
+        try:
+            built.append(cls(optimiser, **options))
+        except (TypeError, ValueError) as error:
+            raise ForgefieldError(f"{where}: {cls.__name__} cannot be built: {error}.") from error
+    return built
 
 
 def fit_length(scheduler: LRScheduler, length: int, *, in_proportion: bool) -> None:
@@ -141,6 +186,8 @@ class ManualSchedule:
             scheduler.step(float(value))
 
 
+COMBINED = (SequentialLR, ChainedScheduler)
+"""Schedulers that are made of others."""
 _RATES = ("eta_min", "min_lr", "max_lr", "base_lr", "stop_lr")
 """Options of schedulers that are learning rates."""
 _STORED_RATES = (
@@ -163,10 +210,18 @@ def rescale_learning_rates(checkpoint: dict[str, Any], ratio: float) -> None:
     if ratio == 1.0:
         return
     groups = [group for state in checkpoint["optimizer_states"] for group in state["param_groups"]]
-    for holder in [*groups, *checkpoint["lr_schedulers"]]:
+    members = [member for state in checkpoint["lr_schedulers"] for member in state.get("_schedulers", ())]
+    for holder in [*groups, *checkpoint["lr_schedulers"], *members]:
         for key in _STORED_RATES:
             if key in holder:
                 holder[key] = _scaled(holder[key], ratio)
+    for stored in checkpoint["optimizer_states"]:
+        for group in stored["param_groups"]:
+            states = [stored["state"][number] for number in group["params"] if number in stored.get("state", {})]
+            for state in states:
+                if "lr_max" in state:  # of a schedule-free optimiser
+                    state["lr_max"] *= ratio
+                    state["weight_sum"] *= ratio ** group["weight_lr_power"]
 
 
 def _for_groups(key: str, value: T, optimiser: torch.optim.Optimizer) -> T | list[float]:
@@ -219,8 +274,9 @@ def _find(
         if inspect.isclass(value) and issubclass(value, base) and value is not base and not key.startswith("_")
     }
     additional = additional or {}
-    if name.lower() in additional:
-        return additional[name.lower()]
+    for key, value in additional.items():
+        if name.lower() == key.lower():
+            return value
     aliases = {"plateau": "reducelronplateau", "cosine": "cosineannealinglr"}
     key = aliases.get(name.lower(), name.lower())
     if key not in classes:

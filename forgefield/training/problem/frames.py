@@ -30,6 +30,7 @@ from forgefield.training.engines.choose import EngineStarter, refuse_engine
 from forgefield.training.frames_executor import FramesExecutor
 from forgefield.training.module import TrainingModule
 from forgefield.training.optim.trainable import choose_trained
+from forgefield.training.options import measures_maxima
 from forgefield.training.precision import Precision
 from forgefield.training.problem.initial_model import initial_model
 from forgefield.training.problem.model_options import (
@@ -116,6 +117,7 @@ class FramesProblem(Problem):
             keep_species=self.defaults.keep_species,
             frames_by_default=self.defaults.frames,
             converting=_conversion_report(self.session.journal.notify),
+            trust=CONFIG,
         )
 
     def _resolve(self) -> None:
@@ -162,8 +164,14 @@ class FramesProblem(Problem):
         if changed is not None:
             notify(changed)
 
+    @property
+    def validated(self) -> list[str]:
+        return ["val", *self.data.val_sets]
+
     def metric_names(self, split: str) -> list[str]:
-        return ["loss", *self.task.error_metrics(self.data.species.symbols).names()]
+        maxima = split != "train" and measures_maxima(self.config.training)
+        losses = ["loss"] if split in ("train", "val") else []
+        return [*losses, *self.task.error_metrics(self.data.species.symbols, maxima=maxima).names()]
 
     def module(
         self, monitor: str, exchange: StepExchange | None, restart: ResumePoint | None, quick: bool
@@ -176,6 +184,7 @@ class FramesProblem(Problem):
             starter=self._engine_starter(restart, quick),
             validation=self._validation_batches(restart, quick),
             shapes=batch_shapes(self.data.train.fields),
+            val_sets=list(self.data.val_sets),
         )
         return self.module_of(executor, monitor, exchange)
 

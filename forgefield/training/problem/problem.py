@@ -79,13 +79,18 @@ class Problem(ABC):
     def has_val(self) -> bool:
         return self.data.val is not None and self.options.get("limit_val_batches") != 0
 
+    @property
+    def validated(self) -> list[str]:
+        """Names of the splits that have metrics of the validation: `val`, and `val-NAME` of named sets."""
+        return ["val"]
+
     @abstractmethod
     def prepare(self) -> None:
         """Read the data, resolve the options of the model, build task and model, in this order."""
 
     @abstractmethod
     def metric_names(self, split: str) -> list[str]:
-        """Every metric of `train` or `val` that a row may hold, without the name of the split."""
+        """Every metric of `train`, `val` or a named validation set that a row may hold, without the name of the split."""
 
     @abstractmethod
     def module(

@@ -13,7 +13,7 @@ from forgefield.data.sampling.plan import Budget
 from forgefield.parallel.ranks import Ranks
 from forgefield.settings import Config
 from forgefield.training.optim.schedules import describe_learning_rate
-from forgefield.training.options import TrainingOptions
+from forgefield.training.options import TrainingOptions, is_schedule_free
 from forgefield.training.precision import Precision
 from forgefield.training.problem.problem import Problem
 from forgefield.training.run.journal import Journal
@@ -108,6 +108,8 @@ def schedule_rows(scheduler: str | dict[str, Any] | None, world_size: int) -> Ro
 def _average(training: TrainingOptions) -> str:
     if training.swa is not None:
         return f"SWA from {training.swa.start:g} on"
+    if is_schedule_free(training.optimizer):
+        return "of the schedule-free optimiser; validation and test use the averaged weights"
     return f"EMA {training.ema:g}; validation and test use the averaged weights" if training.ema else "none"
 
 

@@ -130,7 +130,9 @@ def end_summary(
         if any(key.endswith("_nll") for errors in by_split.values() for key in errors):
             content.append(calibration_table(by_split))
     else:
-        content.append(Text("No errors were measured: there are no labelled validation or test frames."))
+        content.append(
+            Text("No errors were measured: the model predicts no labels, or no validation and test frames have them.")
+        )
     problems = {sentence for errors in by_split.values() for sentence in implausible_errors(errors, statistics or {})}
     if problems:
         content += [Text(f"WARNING: {sentence}", style="bold red") for sentence in sorted(problems)]
@@ -139,9 +141,9 @@ def end_summary(
         content.append(Text(note))
     content.append(Text.assemble(("run folder  ", "dim"), str(run_path)))
     console.print(_panel(Group(*content), "Result"))
-    for hint in hints:
-        # Outside the panel and without wrapping, so that lines can be copied.
-        console.print(Text("  " + hint), soft_wrap=True)
+    # Outside the panel and without wrapping, so that lines can be copied; at once, as one output of a notebook.
+    if lines := "\n".join(f"  {hint}" for hint in hints):
+        console.print(Text(lines), soft_wrap=True)
 
 
 def errors_table(by_split: dict[str, dict[str, float]], units: Mapping[str, str] | None = None) -> Table:
@@ -149,15 +151,18 @@ def errors_table(by_split: dict[str, dict[str, float]], units: Mapping[str, str]
     units = UNITS | dict(units or {})
     if len(by_split) > SIDE_BY_SIDE:
         return _long_errors_table(by_split, units)
+    kinds = _error_kinds(by_split)
     table = Table(box=SIMPLE_HEAD, pad_edge=False, header_style="dim")
     table.add_column("error", no_wrap=True)
     for split in by_split:
-        for kind in ("MAE", "RMSE"):
-            table.add_column(f"{SPLIT_TITLES.get(split, set_title(split))}\n{kind}", justify="right", no_wrap=True)
+        for kind in kinds:
+            table.add_column(
+                f"{SPLIT_TITLES.get(split, set_title(split))}\n{_KIND_TITLES[kind]}", justify="right", no_wrap=True
+            )
     table.add_column("unit", style="dim", no_wrap=True)
     for quantity, species in _rows_of(by_split, units):
         suffix = f"/{species}" if species else ""
-        values = [errors.get(f"{quantity}_{kind}{suffix}") for errors in by_split.values() for kind in ("mae", "rmse")]
+        values = [errors.get(f"{quantity}_{kind}{suffix}") for errors in by_split.values() for kind in kinds]
         name = f"  {species}" if species else quantity.replace("_", ", ") if quantity in UNITS else quantity
         style = "dim" if species else "bold"
         cells = [Text(digits(value), style=style) for value in values]
@@ -170,18 +175,28 @@ def _long_errors_table(by_split: dict[str, dict[str, float]], units: Mapping[str
     table = Table(box=SIMPLE_HEAD, pad_edge=False, header_style="dim")
     for heading in ("error", "data"):
         table.add_column(heading, no_wrap=True)
-    for kind in ("MAE", "RMSE"):
-        table.add_column(kind, justify="right", no_wrap=True)
+    kinds = _error_kinds(by_split)
+    for kind in kinds:
+        table.add_column(_KIND_TITLES[kind], justify="right", no_wrap=True)
     table.add_column("unit", style="dim", no_wrap=True)
     for quantity in dict.fromkeys(quantity for quantity, species in _rows_of(by_split, units) if not species):
         name = quantity.replace("_", ", ") if quantity in UNITS else quantity
         for split, errors in by_split.items():
-            values = [errors.get(f"{quantity}_{kind}") for kind in ("mae", "rmse")]
-            if values != [None, None]:
+            values = [errors.get(f"{quantity}_{kind}") for kind in kinds]
+            if any(value is not None for value in values):
                 cells = [Text(digits(value), style="bold") for value in values]
                 table.add_row(name, SPLIT_TITLES.get(split, set_title(split)), *cells, Text(units.get(quantity, "")))
                 name = ""
     return table
+
+
+_KIND_TITLES = {"mae": "MAE", "rmse": "RMSE", "max": "largest"}
+
+
+def _error_kinds(by_split: dict[str, dict[str, float]]) -> list[str]:
+    """Kinds of errors that a table has: the largest only where they were measured (`training.max_errors`)."""
+    measured = {key.partition("/")[0].rpartition("_")[2] for errors in by_split.values() for key in errors}
+    return [kind for kind in _KIND_TITLES if kind != "max" or kind in measured]
 
 
 def classes_table(by_split: dict[str, dict[str, float]]) -> Table:

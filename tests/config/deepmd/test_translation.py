@@ -15,6 +15,7 @@ import yaml
 from forgefield.config.checking import unknown_key
 from forgefield.config.deepmd import is_deepmd_input, translate
 from forgefield.config.loading import load_config
+from forgefield.errors import ForgefieldError
 from forgefield.training.optim.optimisers import build_scheduler
 from tests.support.deepmd_inputs import WATER, both, changed, translated
 
@@ -309,6 +310,35 @@ def test_a_missing_loss_is_the_default_one() -> None:
 def test_curves_of_absolute_errors_say_so() -> None:
     curve = translated({"loss.loss_func": "mae"})["callbacks"][0]
     assert curve["errors"] == "mae"
+
+
+def test_a_sum_of_a_network_and_a_table_is_a_model_with_a_table() -> None:
+    network = {"descriptor": {"type": "se_atten", "sel": 40, "rcut": 4.0}, "fitting_net": {"neuron": [4]}}
+    table = {"type": "pairtab", "tab_file": "d3.txt", "rcut": 9.0, "sel": 500}
+    model = {"type": "linear_ener", "type_map": ["O", "H"], "weights": "sum", "models": [network, table]}
+    config = translated({"model": model})
+    assert config["data"]["cutoff"] == 9.0
+    inside = {"type": "se_atten", "sel": 40, "rcut": 4.0}
+    assert config["model"]["descriptor"] == {"type": "hybrid", "list": [inside]}
+    assert Path(config["model"]["pair_table"]).name == "d3.txt"
+    assert config["model"]["pair_table_cutoff"] == 9.0
+    for change, said in (
+        ({"weights": "mean"}, "'model.weights' is 'mean'"),
+        ({"models": [network, network]}, "'model.models' has 2 networks and 0 tables"),
+        ({"models": [{"type": "frozen", "model_file": "a.pb"}]}, "contains frozen models"),
+    ):
+        with pytest.raises(ForgefieldError, match=said):
+            translated({"model": {**model, **change}})
+
+
+@pytest.mark.parametrize(("kind", "mode"), [("se_e2_a", "concat"), ("se_a_ebd_v2", "strip")])
+def test_a_type_embedding_is_that_of_se_atten_without_attention(kind: str, mode: str) -> None:
+    """`se_e2_a` that reads numbers of the types; any network of a list of types is a table of numbers."""
+    descriptor = {"type": kind, "sel": [46, 92], "rcut": 6.0, "neuron": [2, 4], "type_one_side": True}
+    plain = translated({"model.descriptor": descriptor, "model.type_embedding": {"neuron": [3, 5], "seed": 1}})
+    attention = {**descriptor, "type": "se_atten", "attn_layer": 0, "tebd_dim": 5, "set_davg_zero": False}
+    expected = translated({"model.descriptor": {**attention, "tebd_input_mode": mode}})
+    assert plain["model"] == expected["model"]
 
 
 # --- systems

@@ -121,6 +121,59 @@ def test_every_part_becomes_the_setting_with_its_meaning(file):
     assert config["training"]["monitor_weights"] == {"energy_total_mae": 0.25e-3, "forces_rmse": 0.75e-3}
 
 
+def test_validation_sets_keep_apart_and_the_first_is_monitored(file):
+    content = yaml.safe_load(CONFIG)
+    content["data"]["split_dataset"] = {"file_path": "cu.xyz", "train": 8, "test": 2}
+    content["data"]["val_file_path"] = ["a.xyz", "b.xyz"]
+    with pytest.raises(ForgefieldError, match="in addition to other data"):
+        nequip_translation(content, file)
+    del content["data"]["split_dataset"]
+    content["data"]["train_file_path"] = "cu.xyz"
+    config = nequip_translation(content, file).config
+    assert config["data"]["val"] == {"0": "a.xyz", "1": "b.xyz"}
+    assert config["training"]["monitor"] == "val-0/weighted_sum"
+
+
+def test_a_stratified_huber_loss_keeps_its_strata(file):
+    content = yaml.safe_load(CONFIG)
+    del content["trainer"]["callbacks"]
+    energy = {"field": "total_energy", "coeff": 1.0, "metric": {"_target_": "nequip.train.MeanSquaredError"}}
+    metric = {"_target_": "nequip.train.StratifiedHuberForceLoss", "delta_dict": {0: 0.1, 5: 0.2}}
+    forces = {"field": "forces", "coeff": 3.0, "metric": metric}
+    content["training_module"]["loss"] = {"_target_": "nequip.train.MetricsManager", "metrics": [energy, forces]}
+    task = nequip_translation(content, file).config["task"]
+    assert task["forces"] == {"weight": 0.75, "loss": "huber", "huber_deltas": [[0.0, 0.1], [5.0, 0.2]]}
+    forces["field"] = "stress"
+    with pytest.raises(ForgefieldError, match="which is for forces"):
+        nequip_translation(content, file)
+
+
+def test_a_flipped_stress_has_a_negative_unit(file):
+    content = yaml.safe_load(CONFIG)
+    flip = {"_target_": "nequip.data.transforms.StressSignFlipTransform"}
+    content["data"]["transforms"].append(flip)
+    assert nequip_translation(content, file).config["data"]["units"] == {"stress": "-eV/A^3"}
+    content["data"]["transforms"].append(flip)
+    assert "units" not in nequip_translation(content, file).config["data"]
+    content["data"]["transforms"].append({"_target_": "nequip.data.transforms.VirialToStressTransform"})
+    with pytest.raises(ForgefieldError, match="computes from virials"):
+        nequip_translation(content, file)
+
+
+def test_maximum_errors_are_part_of_the_monitored_sum(file):
+    content = yaml.safe_load(CONFIG)
+    content["training_module"]["val_metrics"]["coeffs"] = {"forces_mae": 1.0, "forces_maxabserr": 3.0}
+    weights = nequip_translation(content, file).config["training"]["monitor_weights"]
+    assert weights == {"forces_mae": 0.25e-3, "forces_max": 0.75e-3}
+    largest = {"_target_": "nequip.train.MaximumAbsoluteError"}
+    content["training_module"]["val_metrics"] = {
+        "_target_": "nequip.train.MetricsManager",
+        "metrics": [{"field": "forces", "metric": largest, "coeff": 2.0, "per_type": True}],
+        "type_names": ["Cu"],
+    }
+    assert nequip_translation(content, file).config["training"]["monitor_weights"] == {"forces_max/Cu": 1e-3}
+
+
 def test_the_converted_config_is_the_same_training(file, tmp_path):
     write("cu.xyz", list(frames(2)), format="extxyz")
     out = tmp_path / "converted.yaml"
@@ -144,6 +197,37 @@ def test_allegro_and_custom_type_names(file):
     assert config["data"]["reference_energies"] == {"Cu": -3.5}
     assert config["model"]["name"] == "allegro"
     assert (config["model"]["allegro_mlp_depth"], config["model"]["num_bessels"]) == (2, 4)
+
+
+def test_schedule_free_training_with_a_sequence_of_schedulers(file):
+    content = yaml.safe_load(CONFIG)
+    module = content["training_module"]
+    module["_target_"] = "nequip.train.ScheduleFreeLightningModule"
+    module["optimizer"] = {
+        "_target_": "schedulefree.AdamWScheduleFree",
+        "lr": 0.02,
+        "warmup_steps": 10,
+        "foreach": True,
+    }
+    del module["ema_decay"]
+    module["lr_scheduler"] = {
+        "scheduler": {
+            "_target_": "torch.optim.lr_scheduler.SequentialLR",
+            "schedulers": [
+                {"_target_": "torch.optim.lr_scheduler.LinearLR", "total_iters": 3},
+                {"_target_": "torch.optim.lr_scheduler.ExponentialLR", "gamma": 0.9},
+            ],
+            "milestones": [3],
+        }
+    }
+    training = nequip_translation(content, file).config["training"]
+    assert training["optimizer"] == {"name": "AdamWScheduleFree", "warmup_steps": 10}
+    assert (training["lr"], training["ema"]) == (0.02, None)
+    members = [{"name": "LinearLR", "total_iters": 3}, {"name": "ExponentialLR", "gamma": 0.9}]
+    assert training["scheduler"] == {"name": "SequentialLR", "schedulers": members, "milestones": [3]}
+    file.write_text(yaml.safe_dump(content))
+    write("cu.xyz", list(frames(10)), format="extxyz")
+    forgefield.train(file, "training.uncertainty=false", "training.engine=eager", "training.tensorboard=0")
 
 
 @pytest.mark.parametrize(

@@ -113,6 +113,8 @@ def test_elements_come_from_the_source_where_the_system_does_not_name_them(tmp_p
     with pytest.raises(ForgefieldError, match=r"'HW' in its type map is not a chemical element"):
         read_frames(path)
     assert read_frames({"path": str(path), "type_map": ["O", "H"]})[0].numbers.tolist() == [1, 8, 1, 1]
+    named = {"path": str(path), "type_map": {"HW": "H", "OW": "O", "MG": "Mg"}}
+    assert read_frames(named)[0].numbers.tolist() == [1, 8, 1, 1]
     (path / "type_map.raw").write_text("O H")
     with pytest.raises(ForgefieldError, match=r"type_map\.raw says O H, the source's type_map H O; leave it out"):
         read_frames({"path": str(path), "type_map": ["H", "O"]})

@@ -206,8 +206,8 @@ def test_settings_of_batches_that_would_do_nothing_are_refused():
 def test_weighted_draws_and_a_fixed_order_contradict_each_other():
     with pytest.raises(ForgefieldError, match=r"data\.shuffle=false and weighted sampling"):
         training_order(options(sampling="uniform", shuffle=False), two_sources(), 0)
-    with pytest.raises(ForgefieldError, match=r"data\.sampling\.epochs is not known"):
-        training_order(options(sampling={"rule": "size", "epochs": 3}), two_sources(), 0)
+    with pytest.raises(ForgefieldError, match=r"data\.sampling\.repeats is not known"):
+        training_order(options(sampling={"rule": "size", "repeats": 3}), two_sources(), 0)
 
 
 def test_threads_by_setting_by_variable_and_by_device(monkeypatch):

@@ -115,7 +115,9 @@ def test_targets_are_made_up_with_residuals_as_large_as_targets_vary():
 def test_batches_whose_places_need_more_than_32_bits_are_left_to_torch(monkeypatch):
     model = network(hidden=(37, 250))
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
-    model = SimpleNamespace(dtype=torch.float32, weights=[_on_a_gpu(weight) for weight in model.weights])
+    options = model.options
+    weights = [_on_a_gpu(weight) for weight in model.weights]
+    model = SimpleNamespace(dtype=torch.float32, weights=weights, options=options)
     most = 2**31 // 256
     assert "32 bits" not in (fused_obstacle(model, "tf32", most - 128) or "")  # type: ignore[arg-type]
     assert "32 bits" in fused_obstacle(model, "tf32", most - 127)  # type: ignore[arg-type, operator]

@@ -14,7 +14,7 @@ from forgefield.training.engines.script import ScriptEngine
 from tests.support.deepmd_models import assert_equal_predictions, gradients, loaded, predictions, unpacked
 from tests.support.engine_cases import difference, labelled, step_function
 
-NAMES = ["hybrid", "hybrid_mixed"]
+NAMES = ["hybrid", "hybrid_mixed", "se_e3", "hybrid_se_e3", "case", "sum"]
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -46,7 +46,9 @@ def test_what_was_written_is_read_back_exactly(name, tmp_path):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("name", "form"), [("hybrid", "tangent"), ("hybrid_mixed", "double")])
+@pytest.mark.parametrize(
+    ("name", "form"), [("hybrid", "tangent"), ("hybrid_mixed", "double"), ("hybrid_se_e3", "tangent")]
+)
 def test_one_trace_serves_every_size(name, form, tmp_path):
     potential = loaded(unpacked(tmp_path, f"{name}.dp"))
     engine, eager = ScriptEngine(step_function(potential, derivative=form)), Engine(step_function(potential))

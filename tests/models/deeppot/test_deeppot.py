@@ -263,7 +263,6 @@ REFUSED = {
     "unknown key": ({"descriptor": {"neurons": [3]}}, "model.descriptor.neurons.*neuron"),
     "unknown descriptor": ({"descriptor": {"type": "se_e2"}}, "model.descriptor.type"),
     "cutoff elsewhere": ({"descriptor": {"rcut": 6.0}}, "data.cutoff"),
-    "case embedding": ({"fitting_net": {"dim_case_embd": 2}}, "does not apply"),
     "mask": ({"fitting_net": {"use_aparam_as_mask": True}}, "does not apply"),
     "kind of value": ({"descriptor": {"neuron": 5}}, "model.descriptor.neuron is 5"),
     "no such activation": ({"descriptor": {"activation_function": "tan"}}, "activation_function is 'tan'"),

@@ -86,7 +86,7 @@ def test_room_is_made_for_the_neighbours_of_the_training_data(tmp_path):
 
 
 REFUSED = {
-    "another model": (lambda: make_potential(), None, "only a deeppot model"),
+    "another model": (lambda: make_potential(), None, "only a model with model.name=deeppot"),
     "another suffix": (lambda: make("radial"), "model.pb", "end in .yaml"),
     "another sel": (lambda: make("radial"), None, "trained with sel"),
     "zbl": (lambda: make_deeppot(model={"zbl": True}, **ROOM), None, "zbl"),
@@ -192,17 +192,19 @@ def test_nothing_in_a_file_is_executed(tmp_path):
 def damage(tree: dict, what: str) -> None:
     model = tree["model"]
     if what == "another model type":
-        model["type"] = "linear"
+        model["type"] = "polarisable"
     if what == "another descriptor":
-        model["descriptor"]["type"] = "se_e3"
+        model["descriptor"]["type"] = "loc_frame"
     if what == "another fitting":
         model["fitting"]["type"] = "population"
     if what == "spin":
         model["descriptor"]["spin"] = {"use_spin": [True]}
     if what == "case embedding":
-        model["fitting"]["dim_case_embd"] = 3
-    if what == "no symbol":
-        model["type_map"] = ["H", "OW"]
+        model["fitting"]["dim_case_embd"] = 2
+        values = {**model["fitting"]["@variables"]["bias_atom_e"], "value": [0.5, 0.5]}
+        model["fitting"]["@variables"]["case_embd"] = values
+    if what == "two of one":
+        model["type_map"] = ["HW", "H"]
     if what == "slots":
         model["descriptor"]["@variables"]["davg"]["value"][0][3][0] = 9.0
     if what == "lost layer":
@@ -215,12 +217,12 @@ def damage(tree: dict, what: str) -> None:
 @pytest.mark.parametrize(
     ("what", "message"),
     [
-        ("another model type", "type linear"),
-        ("another descriptor", "descriptor se_e3"),
+        ("another model type", "type polarisable"),
+        ("another descriptor", "descriptor loc_frame"),
         ("another fitting", "type population"),
         ("spin", "descriptor.spin"),
-        ("case embedding", "dim_case_embd is 3"),
-        ("no symbol", "OW is not a chemical symbol"),
+        ("case embedding", "case_embd is .0.5, 0.5.; it should be one 1 among zeros"),
+        ("two of one", "several types of the element H .HW, H."),
         ("slots", "differs between the neighbours"),
         ("lost layer", "does not contain the weights"),
         ("lost key", "'neuron'"),

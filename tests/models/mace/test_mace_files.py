@@ -178,7 +178,7 @@ def test_exported_weights_are_those_that_were_imported(case, tmp_path):
 
 
 def test_only_mace_models_are_exported(tmp_path):
-    with pytest.raises(ForgefieldError, match="only a mace model"):
+    with pytest.raises(ForgefieldError, match="only a model with model.name=mace"):
         write_mace(make_potential(), tmp_path / "x.model")
     with pytest.raises(ForgefieldError, match=r"end in \.model"):
         write_mace(load(import_case("single", tmp_path)), tmp_path / "x.pt")

@@ -251,12 +251,46 @@ def test_cosine_still_names_the_scheduler_of_torch() -> None:
         ({"name": "wsd", "stop_lr": 1e-6, "decay_phase_ratio": 0}, "decay_phase_ratio"),
         ({"name": "wsd", "stop_lr": 1e-6, "decay_type": "sqrt"}, "inverse_linear, cosine or linear"),
         ("wsdd", "Did you mean 'wsd'"),
+        ("SequentialLR", "needs a list of schedulers"),
+        ({"name": "SequentialLR", "schedulers": ["plateau"]}, "ReduceLROnPlateau cannot be one of the schedulers"),
+        ({"name": "SequentialLR", "schedulers": ["cosine"], "milestones": [3]}, "schedulers.0: set T_max"),
+        ({"name": "ChainedScheduler", "schedulers": [{"name": "LinearLR", "interval": "step"}]}, "in common"),
     ],
 )
 def test_meaningless_settings_are_refused(spec: Any, said: str) -> None:
     with pytest.raises(ForgefieldError, match="training.scheduler") as error:
         make(spec)
     assert said in str(error.value)
+
+
+SEQUENCE = {
+    "name": "SequentialLR",
+    "milestones": [4],
+    "schedulers": [
+        {"name": "LinearLR", "start_factor": 0.1, "total_iters": 4},
+        {"name": "cosine", "T_max": 6, "eta_min": 1e-5},
+    ],
+}
+CHAIN = {
+    "name": "ChainedScheduler",
+    "schedulers": [{"name": "ExponentialLR", "gamma": 0.9}, {"name": "ConstantLR", "factor": 0.5, "total_iters": 3}],
+}
+
+
+@pytest.mark.parametrize("spec", [SEQUENCE, CHAIN], ids=["sequence", "chain"])
+def test_combined_schedulers_follow_their_parts_also_after_a_resume_with_scaled_rates(spec: dict[str, Any]) -> None:
+    warm = [1e-3 * (0.1 + 0.9 * step / 4) for step in range(4)]
+    cosine = [1e-5 + (1e-3 - 1e-5) * (1 + math.cos(math.pi * step / 6)) / 2 for step in range(7)]
+    chain = [1e-3 * 0.9**step * (0.5 if step < 3 else 1) for step in range(11)]
+    expected = warm + cosine if spec is SEQUENCE else chain
+    assert walk(make(spec), 10) == pytest.approx(expected, rel=1e-9)
+    first, second = make(spec, lr_factor=2.0), make(spec)
+    walk(first, 5)
+    checkpoint = {"optimizer_states": [first.optimizer.state_dict()], "lr_schedulers": [first.state_dict()]}
+    rescale_learning_rates(checkpoint, 0.5)
+    second.optimizer.load_state_dict(checkpoint["optimizer_states"][0])
+    second.load_state_dict(checkpoint["lr_schedulers"][0])
+    assert walk(second, 4) == pytest.approx(expected[6:], rel=1e-9)
 
 
 def test_a_run_without_an_end_needs_a_length() -> None:
