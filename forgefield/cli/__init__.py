@@ -21,6 +21,7 @@ from forgefield._version import __version__
 from forgefield.cli.arguments import is_override
 from forgefield.config.nearest import did_you_mean
 from forgefield.config.peer_terms import option_hint
+from forgefield.deferred_imports import defer_torchmetrics
 from forgefield.errors import ForgefieldError, missing_package
 from forgefield.processes import Terminated, terminating
 
@@ -70,6 +71,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     words = list(sys.argv[1:] if argv is None else argv)
     debug = "--debug" in words
     words = [word for word in words if word != "--debug"]
+    defer_torchmetrics()
     with _noticing_interrupts() as interrupted:
         try:
             with terminating():

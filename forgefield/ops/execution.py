@@ -23,6 +23,10 @@ import torch
 
 KNOTS = 1024
 """Default number of intervals of radial tables: with it they are as precise as float32 weights."""
+C_NONE, C_CONVOLUTIONS, C_SPLINES = range(3)
+"""What is computed by compiled C code on a CPU; each level includes the lower ones. Runs store theirs, because each rounds
+differently: nothing; convolutions; radial weights as splines as well."""
+C_LATEST = C_SPLINES
 STORAGE = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 """Names of the types that rows of atoms and edges can be stored in; arithmetic is float32 with both."""
 LOWERED_TYPES = (torch.bfloat16, torch.float16)
@@ -48,14 +52,14 @@ class ExecutionContext:
     knots: intervals of the tables that radial weights are read from; 0: no tables, weights are computed for every pair.
     storage: type in which convolutions store what they read and write for edges, a name of `STORAGE`.
     lowering: rounding of the factors of products; None: factors are used as they are.
-    c_code: compute convolutions on a CPU by compiled C code where a compiler is available.
+    c_code: what is computed by compiled C code on a CPU where a compiler is available, from `C_NONE` to `C_LATEST`.
     """
 
     kernels: bool = False
     knots: int = KNOTS
     storage: str = "float32"
     lowering: Lowering | None = None
-    c_code: bool = True
+    c_code: int = C_LATEST
 
 
 class _Shared:
@@ -87,7 +91,7 @@ def execution(
     knots: int | None = None,
     storage: str | None = None,
     operators: bool | None = None,
-    c_code: bool | None = None,
+    c_code: int | None = None,
 ) -> Iterator[ExecutionContext]:
     """Change settings inside a `with` block; those that are None stay as they are.
 

@@ -14,6 +14,7 @@ from forgefield.data.batch import SHAPES, Batch, Shapes, to_device, with_edges
 from forgefield.data.sampling.loader import FrameLoader
 from forgefield.errors import ForgefieldError
 from forgefield.models.potential import Potential
+from forgefield.ops.execution import C_LATEST
 from forgefield.parallel.strategies import SimpleDDPStrategy
 from forgefield.tasks.metrics import ErrorMetrics
 from forgefield.tasks.task import Task
@@ -237,7 +238,7 @@ class FramesExecutor(StepExecutor[Batch, Batch], ProbedModule):
             knots=table_knots(self.options),
             storage=self.options.kernels.storage,
             edge_kernels=self.options.kernels.edges,
-            c_code=self.starter is None or not self.starter.excludes_c_code,
+            c_code=C_LATEST if self.starter is None else self.starter.c_code,
             shapes=self.shapes,
             evaluation_errors=self.val_errors,
         )

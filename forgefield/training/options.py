@@ -89,8 +89,8 @@ class KernelOptions:
     rounds gradients to about 3e-3; arithmetic and validation remain float32. Not with float64."""
     edges: bool = True
     """Use kernels for sums over edges and couplings of models that have them (Allegro), with every engine, on an NVIDIA GPU
-    with Triton; and compiled C code for convolutions (NequIP), with the eager engine, on a CPU with a C compiler. false uses
-    PyTorch operations."""
+    with Triton; and compiled C code for convolutions, radial weights (NequIP) and sums over edges (Allegro), with the eager
+    engine, on a CPU with a C compiler. false uses PyTorch operations."""
 
 
 @dataclass

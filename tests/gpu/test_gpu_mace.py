@@ -41,7 +41,7 @@ def difference_from_cpu(engine: Engine, reference: Engine, batch: dict[str, Tens
 
 
 def reference_on_cpu(**options: object) -> Engine:
-    return Engine(step_function(mace("float64", **options), c_code=False))
+    return Engine(step_function(mace("float64", **options), c_code=0))
 
 
 def captured(engine: Engine, batch: dict[str, Tensor]) -> GraphsEngine:

@@ -16,7 +16,7 @@ from forgefield.inference.engine.device import DeviceEngine, Results, Systems
 from forgefield.inference.engine.edges import EdgeEngine, edge_batch
 from forgefield.models.edges import EdgeContext
 from forgefield.models.potential import Potential, float64_copy
-from forgefield.ops.execution import execution
+from forgefield.ops.execution import C_NONE, execution
 from forgefield.ops.graph import EdgeGraph, GradientSwitch
 from forgefield.ops.neighbour_lists import batched_neighbours
 
@@ -76,7 +76,7 @@ def reference(engine: DeviceEngine, systems: Systems, positions: Tensor, cell: T
         "edge_shift": shift.double(),
         "edge_reverse": reverse,
     }
-    with execution(kernels=False, operators=False, c_code=False):
+    with execution(kernels=False, operators=False, c_code=C_NONE):
         out = potential(batch, forces=True, stress=True)
     return Results(out["energy"], out["atomic_energy"], out["forces"], out["stress"])
 
@@ -93,7 +93,7 @@ def compare_edges(
     energies, slopes = apart.evaluate(species, source, destination, vectors)
     potential = float64_copy(engine.potential).requires_grad_(False)
     batch, graph = edge_batch(species, torch.stack([source, destination])), EdgeGraph(source, destination, n_atoms)
-    with execution(kernels=False, operators=False, c_code=False), torch.enable_grad():
+    with execution(kernels=False, operators=False, c_code=C_NONE), torch.enable_grad():
         exact = vectors.detach().requires_grad_(True)
         edges = EdgeContext(exact, batch, graph, GradientSwitch(), differentiated_again=False)
         atomic = potential.atomic_energies(batch, edges)

@@ -18,6 +18,7 @@ from torch import Tensor
 
 from forgefield.kernels.core.runtime import has_triton, interpreted
 from forgefield.kernels.cpu.convolution import convolve_by_c, use_c
+from forgefield.kernels.cpu.environment import use_environment_in_c
 from forgefield.kernels.edges.coupling_source import CoupledPath, key_of_coupling
 from forgefield.ops.convolution import convolve
 from forgefield.ops.convolution_plan import ConvolutionPlan
@@ -94,7 +95,8 @@ class WeightedHarmonics:
 
     def __init__(self, harmonics: Tensor, graph: EdgeGraph, switch: GradientSwitch | None) -> None:
         self.harmonics, self.graph, self.switch = barrier(harmonics, switch), graph, switch
-        self.by_operators = use_edge_operators(harmonics)
+        self.in_c = use_environment_in_c(harmonics)
+        self.by_operators = use_edge_operators(harmonics) or self.in_c
         sizes = [2 * degree + 1 for degree in range(isqrt(harmonics.shape[1]))]
         self._directions = None if self.by_operators else cut(self.harmonics, sizes, 1)
 
@@ -110,7 +112,9 @@ class WeightedHarmonics:
             environment_by_operator,  # registering operators looks at Triton
         )
 
-        return environment_by_operator(weights, self.harmonics, edges, shared=shared, switch=self.switch)
+        return environment_by_operator(
+            weights, self.harmonics, edges, shared=shared, switch=self.switch, in_c=self.in_c
+        )
 
     def project(self, rows: Tensor, weights: Tensor) -> Tensor:
         """(n_edges, channels): dot product of the row (components, n_atoms, channels) of an edge's atom with the edge's
@@ -120,7 +124,9 @@ class WeightedHarmonics:
             return project(rows, weights, self._directions, edges)
         from forgefield.kernels.edges.environment import project_by_operator
 
-        return project_by_operator(rows, weights, self.harmonics, edges, shared=False, switch=self.switch)
+        return project_by_operator(
+            rows, weights, self.harmonics, edges, shared=False, switch=self.switch, in_c=self.in_c
+        )
 
 
 class CouplingForm:

@@ -1,7 +1,7 @@
 """The equivariant convolution on a CPU by compiled C code (`convolution_source.py`): the same function of features, harmonics
 and weights as `forgefield.ops.convolution.convolve`, twice differentiable in reverse mode and once in forward mode.
 
-It is used wherever tensors are on a CPU and a C compiler is available, unless it is excluded with `execution(c_code=False)` or
+It is used wherever tensors are on a CPU and a C compiler is available, unless it is excluded with `execution(c_code=0)` or
 `execution(operators=False)`. Without a compiler, PyTorch's operations compute the same, several times slower; this is logged
 once. Traces and compiled engines use PyTorch's operations.
 """
@@ -21,7 +21,7 @@ from forgefield.kernels.cpu.compiler import CompilerUnavailable, find_compiler, 
 from forgefield.kernels.cpu.convolution_source import convolution_source, count_couplings
 from forgefield.ops.autograd import AutogradContext, Gradients, TypedFunction
 from forgefield.ops.convolution_plan import ConvolutionPlan
-from forgefield.ops.execution import current, requested_operators
+from forgefield.ops.execution import C_CONVOLUTIONS, current, requested_operators
 from forgefield.ops.graph import EdgeGraph, GradientSwitch
 
 _LOG = logging.getLogger(__name__)
@@ -60,15 +60,17 @@ def _log_once(reason: str) -> None:
 
 def use_c(x: Tensor, plan: ConvolutionPlan) -> bool:
     """Whether the convolution of x is computed by compiled C code."""
+    return runs_on_cpu(x) and current().c_code >= C_CONVOLUTIONS and _is_small_enough(plan) and can_use_c()
+
+
+def runs_on_cpu(x: Tensor) -> bool:
+    """Whether C code can be called with x: a tensor on a CPU, while nothing traces or counts operations."""
     return (
         x.device.type == "cpu"
         and x.dtype in REAL
-        and current().c_code
         and requested_operators() is not False
-        and torch._C._len_torch_dispatch_stack() == 0  # nothing traces or counts operations
+        and torch._C._len_torch_dispatch_stack() == 0
         and not torch._C._are_functorch_transforms_active()
-        and _is_small_enough(plan)
-        and can_use_c()
     )
 
 
@@ -150,7 +152,7 @@ class CConvolution:
 
     def _forward(self, function: CFunction, inputs: list[Tensor], graph: EdgeGraph) -> Tensor:
         out = inputs[0].new_empty(graph.n_atoms, self.plan.out_dim)
-        _call(function, *inputs, graph.source, graph.by_destination.pointers, graph.pair, graph.n_atoms, out)
+        call(function, *inputs, graph.source, graph.by_destination.pointers, graph.pair, graph.n_atoms, out)
         return out
 
     def _backward(
@@ -161,15 +163,15 @@ class CConvolution:
         to_y = w.new_empty(graph.n_edges, (self.plan.l_max + 1) ** 2) if harmonics else None
         by_source = graph.by_source
         lists = (graph.destination, by_source.order, by_source.pointers, graph.pair)
-        _call(function, *inputs, *lists, graph.n_atoms, to_x, of_edges, to_y)
+        call(function, *inputs, *lists, graph.n_atoms, to_x, of_edges, to_y)
         if graph.pair_edge is None:
             return to_x, to_y, of_edges
         to_w = torch.empty_like(w)
-        _call(self.library.pair_sums, of_edges, graph.pair_edge, graph.reverse, graph.pair_edge.shape[0], to_w)
+        call(self.library.pair_sums, of_edges, graph.pair_edge, graph.reverse, graph.pair_edge.shape[0], to_w)
         return to_x, to_y, to_w
 
 
-def _call(function: CFunction, *arguments: Tensor | int | None) -> None:
+def call(function: CFunction, *arguments: Tensor | int | None) -> None:
     """Call a function of the library with tensors, sizes and, last, the number of threads."""
     tensors = [value.contiguous() if isinstance(value, Tensor) else value for value in arguments]
     function(

@@ -18,6 +18,7 @@ from torch import Tensor
 
 from forgefield.kernels.core.generation import launcher, mark_of_code, module_from, operator
 from forgefield.kernels.core.runtime import can_launch
+from forgefield.kernels.cpu.environment import CEnvironment
 from forgefield.kernels.edges import environment_source
 from forgefield.kernels.edges.environment_reference import ReferenceEdges
 from forgefield.kernels.edges.environment_source import ARGUMENTS, EdgePass, write_pass
@@ -25,14 +26,21 @@ from forgefield.ops.graph import GradientSwitch, Segments, is_traced
 
 
 def environment_by_operator(
-    weights: Tensor, harmonics: Tensor, edges: Segments, *, shared: bool, switch: GradientSwitch | None = None
+    weights: Tensor,
+    harmonics: Tensor,
+    edges: Segments,
+    *,
+    shared: bool,
+    switch: GradientSwitch | None = None,
+    in_c: bool = False,
 ) -> Tensor:
     """(components, n_atoms, channels): sums over the edges of each atom of harmonics times weights.
 
     weights: (n_edges, degrees x channels) or, shared by all degrees, (n_edges, channels). harmonics: (n_edges, (l_max + 1)^2),
     the first of which is taken as one. edges: those of each atom, sorted. switch: once it is off, harmonics get no gradient.
+    in_c: by C code on a CPU.
     """
-    return _Values.apply(_Form("environment", edges, shared, switch), weights, harmonics)
+    return _Values.apply(_Form("environment", edges, shared, switch, in_c), weights, harmonics)
 
 
 def project_by_operator(
@@ -43,9 +51,10 @@ def project_by_operator(
     *,
     shared: bool,
     switch: GradientSwitch | None = None,
+    in_c: bool = False,
 ) -> Tensor:
     """(n_edges, channels): rows (components, n_atoms, channels) of an edge's atom dotted with its weighted harmonics."""
-    return _Values.apply(_Form("project", edges, shared, switch), rows, weights, harmonics)
+    return _Values.apply(_Form("project", edges, shared, switch, in_c), rows, weights, harmonics)
 
 
 # ---- derivatives
@@ -53,17 +62,20 @@ def project_by_operator(
 
 @dataclass(frozen=True)
 class _Form:
-    """Name of the operator, and the edges it sums over."""
+    """Name of the operator, and the edges it sums over. in_c: computed by C code on a CPU."""
 
     name: str
     edges: Segments
     shared: bool
     switch: GradientSwitch | None
+    in_c: bool = False
 
     def __call__(self, derivative: str, *inputs: Tensor | bool) -> Any:
         """Call an operator. inputs: tensors, and for derivatives whether cotangents of harmonics are computed."""
-        operation = getattr(torch.ops.forgefield, self.name + derivative)
         tensors = [part.contiguous() if isinstance(part, Tensor) else part for part in inputs]
+        if self.in_c:
+            return CEnvironment(self.edges, self.shared)(self.name + derivative, *tensors)
+        operation = getattr(torch.ops.forgefield, self.name + derivative)
         return operation(*tensors, self.edges.index, self.edges.pointers, self.shared, mark())
 
     def wants_harmonics(self, needed: bool) -> bool:

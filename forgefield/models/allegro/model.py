@@ -12,12 +12,13 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from functools import partial
-from typing import Any, cast
+from typing import Any, NamedTuple, cast
 
 import torch
 from torch import Tensor, nn
 
 from forgefield.kernels.convolution.dispatch import WeightedHarmonics
+from forgefield.kernels.cpu.splines import coefficients, collocation_points, read_splines, spline_intervals
 from forgefield.models.allegro.options import PRESETS, AllegroOptions, complete_options, preset_options
 from forgefield.models.allegro.tensors import EnvironmentCoupling, harmonic_irreps, layer_irreps
 from forgefield.models.edges import Batch, EdgeContext
@@ -40,6 +41,19 @@ from forgefield.ops.products import add_product, product
 
 FEW_KINDS = 16
 """Up to this number of pairs of species, all splines are evaluated as one matrix product; above, weights are gathered."""
+
+
+_SHORTEST = 1e-8
+"""First point of splines, in units of the cutoff: at zero the basis has a limit, but its formula no value."""
+
+
+class FirstStage(NamedTuple):
+    """tensor_weights: (n_edges, tensor weights). sums: (n_edges, n), the products of the first features with the matrices of
+    all latents and of the readout. environment: (components, n_atoms, channels), not normalised."""
+
+    tensor_weights: Tensor
+    sums: Tensor
+    environment: Tensor
 
 
 class Allegro(SpeciesTerms[AllegroOptions]):
@@ -188,9 +202,19 @@ class Allegro(SpeciesTerms[AllegroOptions]):
         self, pairs: PairLengths, edges: EdgeContext, species: Tensor, readout: Tensor
     ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         """`_last_stage` of edges. readout: the matrix that reads the features of all stages first."""
-        embedding = self._embed(pairs, species, edges.graph, edges.gradient)
-        harmonics = self.harmonics(edges.vectors / pairs.lengths.unsqueeze(1)).to(embedding.dtype)
-        return self._last_stage(embedding, WeightedHarmonics(harmonics, edges.graph, edges.gradient), species, readout)
+        entries = self._entries(readout)
+        n_intervals = 0
+        if pairs.radii is None and self.options.radial_chemical_embed == "bessel":
+            n_intervals = spline_intervals(self.identity, pairs.scaled, len(self.species) ** 2)
+        embedding = None if n_intervals else self._embed(pairs, species, edges.graph, edges.gradient)
+        harmonics = self.harmonics(edges.vectors / pairs.lengths.unsqueeze(1)).to(self.identity.dtype)
+        tensors = WeightedHarmonics(harmonics, edges.graph, edges.gradient)
+        if embedding is None:
+            lengths, kinds = barrier(pairs.scaled, edges.gradient), self.edge_kinds(species, edges.graph)
+            first = self._splined_first_stage(n_intervals, lengths, kinds, tensors, entries, edges.gradient)
+        else:
+            first = self._first_stage(embedding, tensors, entries)
+        return self._last_stage(first, tensors, species, entries)
 
     def _embed(self, pairs: PairLengths, species: Tensor, graph: EdgeGraph, switch: GradientSwitch | None) -> Tensor:
         """(n_edges, embedding): length and species of every edge; zero where the interaction ends."""
@@ -227,7 +251,7 @@ class Allegro(SpeciesTerms[AllegroOptions]):
         return placed @ self.splines.reshape(n_kinds * number, width)
 
     def _last_stage(
-        self, embedding: Tensor, tensors: WeightedHarmonics, species: Tensor, readout: Tensor
+        self, first: FirstStage, tensors: WeightedHarmonics, species: Tensor, entries: Sequence[tuple[Tensor, ...]]
     ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         """Of the last stage: x (n_edges, width), the matrix that maps it to scalar features, the product of the readout's first
         matrix with the features of all previous stages, and the rows of that matrix that read the last features.
@@ -235,26 +259,25 @@ class Allegro(SpeciesTerms[AllegroOptions]):
         Stage m computes the scalar features m of every edge and its weights for environment m. Features are only read by
         linear maps, the first ones of the latents from m on and of the readout, whose sums are accumulated stage by stage.
         """
-        scale = self.feature_scale.to(embedding.dtype).index_select(0, species).unsqueeze(1)
-        entries = self._entries(readout)
-        sums: Tensor | None = None
+        scale = self.feature_scale.to(self.identity.dtype).index_select(0, species).unsqueeze(1)
         environments: list[Tensor] = []
-        weights: Tensor | None
-        x, tensor_matrix, weights, features = self._first_stage(embedding)
-        tensor_weights = product(x, tensor_matrix)
+        tensor_weights, sums, environment = first
+        features, weights, x = None, None, sums
         for number, (latent, coupling) in enumerate(zip(self.latents, self.couplings)):
-            sums = _read(sums, x, features, [entry[number] for entry in entries[number:]])
+            if features is not None:
+                sums = _read(sums, x, features, [entry[number] for entry in entries[number:]])
             width = entries[number][-1].shape[1]
-            first, sums = cut(sums, [width, sums.shape[1] - width], 1)
-            assert weights is not None
-            environments.append(self._environment(x, weights, tensors) * scale)
+            read, sums = cut(sums, [width, sums.shape[1] - width], 1)
+            if weights is not None:
+                environment = self._environment(x, weights, tensors)
+            environments.append(environment * scale)
             row = coupling.scalar_row(environments[-1])
             for below in reversed(range(number)):
                 row = self.couplings[below].pull(environments[below], row)
             scalars = tensors.project(row, tensor_weights)
-            x, last = latent.after_first(add_product(first, scalars, entries[number][-1]))
+            x, last = latent.after_first(add_product(read, scalars, entries[number][-1]))
             features, weights = self._columns(last)
-        assert sums is not None
+        assert features is not None
         return x, features, sums, entries[-1][-1]
 
     def _edge_energies(self, x: Tensor, features: Tensor, before: Tensor, reader: Tensor) -> Tensor:
@@ -278,12 +301,59 @@ class Allegro(SpeciesTerms[AllegroOptions]):
         features, weights = cut(matrix, [scalars, matrix.shape[1] - scalars], 1)
         return features, weights
 
-    def _first_stage(self, embedding: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        """x (n_edges, width) and the matrices that map it to tensor weights, environment weights and scalar features."""
+    def _first_stage(
+        self, embedding: Tensor, tensors: WeightedHarmonics, entries: Sequence[tuple[Tensor, ...]]
+    ) -> FirstStage:
+        x, tensor_matrix, weights, features = self._embedded(embedding)
+        sums = _read(None, x, features, [entry[0] for entry in entries])
+        return FirstStage(product(x, tensor_matrix), sums, self._environment(x, weights, tensors))
+
+    def _splined_first_stage(
+        self,
+        n_intervals: int,
+        lengths: Tensor,
+        kinds: Tensor,
+        tensors: WeightedHarmonics,
+        entries: Sequence[tuple[Tensor, ...]],
+        switch: GradientSwitch | None,
+    ) -> FirstStage:
+        """As `_first_stage`, which depends on the length of an edge and its pair of species alone, read from splines.
+
+        lengths: (n_edges,) in units of the cutoff. kinds: (n_edges,), pairs of species.
+        """
+        x, tensor_matrix, weights, features = self._embedded(self._embed_points(n_intervals))
+        n_kinds = x.shape[1]
+        of_x = coefficients(x.flatten(1)).view_as(x).transpose(0, 1).flatten(0, 1)
+        following = features @ join([entry[0] for entry in entries], 1).double()
+        read = [
+            read_splines(lengths, of_x @ matrix, self.identity.dtype, switch, kinds=kinds, n_kinds=n_kinds)
+            for matrix in (tensor_matrix, following, weights)
+        ]
+        environment = tensors.summed(read[2], shared=self.n_env < self.n_tensor_weights)
+        return FirstStage(read[0], read[1], environment)
+
+    def _embed_points(self, n_intervals: int) -> Tensor:
+        """(n_intervals + DEGREE, n_species^2, embedding) float64: `_embed` at the points that splines interpolate, bessel."""
+        points = collocation_points(n_intervals).clamp_(min=_SHORTEST)
+        basis = bessel_basis(points, self.bessel_frequencies, float(self.options.polynomial_cutoff_p or 6.0))
+        n_species = len(self.species)
+        centre, neighbour = self.centre_embedding, self.neighbour_embedding
+        of_kinds = join(
+            [
+                centre.unsqueeze(1).expand(-1, n_species, -1).flatten(0, 1),
+                neighbour.unsqueeze(0).expand(n_species, -1, -1).flatten(0, 1),
+            ],
+            1,
+        )
+        return of_kinds.double() * (basis @ self.radial.matrix(0).double()).unsqueeze(1)
+
+    def _embedded(self, embedding: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        """x (n_edges, ..., width) and the matrices that map it to tensor weights, environment weights and scalar features, in
+        the precision of the embedding."""
         x, last = self.scalar_embed.before_last(embedding)
         features, weights = self._columns(self.first_projection.matrix(0))
         assert weights is not None
-        combined = last @ join([self.tensor_weights.matrix(0), weights, features], 1)
+        combined = last @ join([self.tensor_weights.matrix(0), weights, features], 1).to(last.dtype)
         tensor_matrix, weights, features = cut(
             combined, [self.n_tensor_weights, self.n_env, self.options.num_scalar_features], 1
         )
@@ -330,7 +400,8 @@ class Dense(Perceptron):
 
     def before_last(self, x: Tensor) -> tuple[Tensor, Tensor]:
         """The input of the last matrix, and that matrix."""
-        return (x, self.matrix(0)) if len(self.weights) == 1 else self.after_first(product(x, self.matrix(0)))
+        first = self.matrix(0).to(x.dtype)
+        return (x, first) if len(self.weights) == 1 else self.after_first(product(x, first))
 
     def after_first(self, x: Tensor) -> tuple[Tensor, Tensor]:
         """As `before_last`, from the product with the first matrix on; the identity for a single layer."""
@@ -339,8 +410,8 @@ class Dense(Perceptron):
         for number in range(1, len(self.weights)):
             x = x if self.activation is None else activate(self.activation, x)
             if number < len(self.weights) - 1:
-                x = product(x, self.matrix(number))
-        return x, self.matrix(-1)
+                x = product(x, self.matrix(number).to(x.dtype))
+        return x, self.matrix(-1).to(x.dtype)
 
 
 def _read(sums: Tensor | None, x: Tensor, features: Tensor, readers: Sequence[Tensor]) -> Tensor:

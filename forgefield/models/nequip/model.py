@@ -17,6 +17,7 @@ from torch import Tensor, nn
 
 from forgefield.kernels.convolution.dispatch import EdgeHarmonics
 from forgefield.kernels.convolution.form import key_of_plan
+from forgefield.kernels.cpu.splines import read_splines, spline_intervals
 from forgefield.models.edges import Batch, EdgeContext
 from forgefield.models.interface import LastLayer, Tangents
 from forgefield.models.nequip.kernels import (
@@ -31,12 +32,13 @@ from forgefield.models.nequip.kernels import (
     prepare,
 )
 from forgefield.models.nequip.options import PRESETS, NequIPOptions, complete_options, preset_options
-from forgefield.models.nequip.tables import table_line
+from forgefield.models.nequip.tables import radial_splines, table_line
 from forgefield.models.terms import PairLengths, SpeciesTerms, adaptive_bessel_basis
 from forgefield.ops.convolution_plan import Block, list_paths, plan_convolution
 from forgefield.ops.functions import activate, bessel_basis
 from forgefield.ops.graph import (
     EdgeGraph,
+    GradientSwitch,
     barrier,
     cut,
     join,
@@ -142,8 +144,7 @@ class NequIP(SpeciesTerms[NequIPOptions]):
                 memory.fill(vectors, graph, first_pass(prepared, geometry, pairs))
         else:
             assert pairs is not None
-            basis = self.radial_basis(pairs, graph)
-            features = self._features(edges, pairs.lengths, basis, species, graph)
+            features = self._features(edges, pairs, species, graph)
         if not energies:
             return features, None
         if kernels and linear_readout(self):
@@ -170,14 +171,11 @@ class NequIP(SpeciesTerms[NequIPOptions]):
             lengths, radii = lengths.index_select(0, graph.pair_edge), radii.index_select(0, graph.pair_edge)
         return adaptive_bessel_basis(lengths, radii, self.adaptive_cutoff, self.bessel_frequencies, p)
 
-    def _features(
-        self, edges: EdgeContext, lengths: Tensor, basis: Tensor, species: Tensor, graph: EdgeGraph
-    ) -> Tensor:
+    def _features(self, edges: EdgeContext, pairs: PairLengths, species: Tensor, graph: EdgeGraph) -> Tensor:
         """(n_atoms, feature_dim): the scalars of the last layer."""
         dtype, switch = self.type_embedding.dtype, edges.gradient
-        harmonics = self.harmonics(edges.vectors / lengths.unsqueeze(1)).to(dtype)
-        geometry_alone = None if self.bessel_frequencies.requires_grad else switch
-        radial = self.radial_weights(barrier(basis.to(dtype), geometry_alone))
+        harmonics = self.harmonics(edges.vectors / pairs.lengths.unsqueeze(1)).to(dtype)
+        radial = self._radial(pairs, graph, switch)
 
         one_hot = self.identity.index_select(0, species)
         attributes = one_hot if self.one_hot_self_connection else one_hot @ self.type_embedding
@@ -195,6 +193,16 @@ class NequIP(SpeciesTerms[NequIPOptions]):
             summed = convolutions.convolve(x, weights, layer.plan, layer.coupling_matrix, layer.form_key)
             blocks = layer.leave(summed, blocks, attributes, table)
         return blocks[0].squeeze(1)
+
+    def _radial(self, pairs: PairLengths, graph: EdgeGraph, switch: GradientSwitch | None) -> list[Tensor]:
+        """Weights of every layer, (n_edges or n_pairs, plan.n_weights), read from splines where that is faster."""
+        scaled = pairs.scaled if graph.pair_edge is None else pairs.scaled.index_select(0, graph.pair_edge)
+        n_intervals = 0 if pairs.radii is not None else spline_intervals(self.type_embedding, scaled)
+        if n_intervals:
+            lengths = barrier(scaled, switch)
+            return [read_splines(lengths, table, self.dtype, switch) for table in radial_splines(self, n_intervals)]
+        geometry_alone = None if self.bessel_frequencies.requires_grad else switch
+        return self.radial_weights(barrier(self.radial_basis(pairs, graph).to(self.dtype), geometry_alone))
 
     def neighbour_scale(self, species: Tensor) -> Tensor | None:
         """(n_atoms,): one over the root of the usual number of neighbours, where that differs between species."""

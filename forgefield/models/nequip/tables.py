@@ -11,6 +11,7 @@ import torch.autograd.forward_ad as forward_ad
 from torch import Tensor, nn
 
 from forgefield.kernels.core.runtime import use_kernels
+from forgefield.kernels.cpu.splines import coefficients, collocation_points
 from forgefield.kernels.radial.accuracy import COMPARED, Deviation, deviation, line_of_deviations, read_table
 from forgefield.kernels.radial.hidden import HiddenCurves, deep_curves
 from forgefield.kernels.radial.layer import RadialTable
@@ -48,6 +49,16 @@ def radial_tables(model: NequIP, n_intervals: int) -> list[RadialTable]:
         RadialTable(channels, network.weights[-1] * network.scales[-1])
         for channels, network in zip(layer_polynomials, networks)
     ]
+
+
+def radial_splines(model: NequIP, n_intervals: int) -> list[Tensor]:
+    """Tables of splines of all layers, (n_intervals + DEGREE, plan.n_weights) float64."""
+    points = collocation_points(n_intervals).clamp_(min=_SHORTEST)
+    basis = bessel_basis(points, model.bessel_frequencies, float(model.options.polynomial_cutoff_p))
+    hidden = model.radial_hidden(basis)
+    networks = [layer.radial for layer in model.layers]
+    parts = cut(coefficients(join(hidden, 1)), [part.shape[1] for part in hidden], 1)
+    return [part @ (network.weights[-1].double() * network.scales[-1]) for part, network in zip(parts, networks)]
 
 
 def _basis_at_knots(model: NequIP, n_intervals: int) -> Tensor:

@@ -20,6 +20,7 @@ from forgefield.data.padding import SizePlan
 from forgefield.errors import ForgefieldError
 from forgefield.kernels.core.compiling import compilation_reported
 from forgefield.kernels.core.runtime import has_triton, interpreted
+from forgefield.ops.execution import C_LATEST, C_NONE
 from forgefield.parallel.ranks import Ranks
 from forgefield.training.engines.engine import Engine, FixedSizeError
 from forgefield.training.engines.graphs import GraphsEngine
@@ -52,7 +53,7 @@ class EngineSetup:
     external_denominators: whether steps get the denominators of the loss from outside.
     graphs_refusal: why this training cannot be captured; None if it can.
     evaluation_plan: as `plan`, for batches of the validation, whose sizes are settled after the first training step.
-    c_code: whether the eager engine computes convolutions by compiled C code.
+    c_code: what the eager engine computes by compiled C code (`ops/execution.py`).
     """
 
     function: Callable[[str], StepFunction]
@@ -65,7 +66,7 @@ class EngineSetup:
     external_denominators: bool = False
     graphs_refusal: str | None = None
     evaluation_plan: Callable[[], SizePlan] = lambda: SizePlan(())
-    c_code: bool = False
+    c_code: int = C_NONE
 
 
 @dataclass(frozen=True)
@@ -75,8 +76,8 @@ class Choice:
     name: str
     derivative: str
     captured: str | None = None
-    c_code: bool = False
-    """Whether convolutions are computed by compiled C code, by the eager engine on a CPU."""
+    c_code: int = C_NONE
+    """What the eager engine computes by compiled C code on a CPU (`ops/execution.py`)."""
 
     @property
     def compiles(self) -> bool:
@@ -85,7 +86,7 @@ class Choice:
     def __str__(self) -> str:
         inner = f" of the {self.captured} step" if self.captured else ""
         form = "generated kernels" if self.derivative == "kernels" else f"{self.derivative} derivative"
-        code = ", convolutions in C" if self.c_code else ""
+        code = ("", ", convolutions in C", ", C code")[self.c_code]
         return f"{self.name}{inner}, {form}{code}"
 
 
@@ -382,7 +383,7 @@ class EngineStarter:
     def _start(
         self, function: Callable[[str], StepFunction], batch: Batch, *, steps: int, graphs_refusal: str | None
     ) -> tuple[Choice, Engine]:
-        c_code = self._uses_c_code(function("double"))
+        c_code = self._level_of_c_code(function("double"))
 
         def with_c_code(derivative: str) -> StepFunction:
             step = function(derivative)
@@ -407,23 +408,24 @@ class EngineStarter:
         choice = requested_choice(self.options, can_use_kernels=self._uses_kernels(setup, batch))
         engine: Engine | None = None
         if choice is None and self.stored_choice is not None:
-            choice = Choice(**self.stored_choice)
+            choice = Choice(**{**self.stored_choice, "c_code": self.c_code})
         if choice is None:
             if self.ranks.is_rank_zero:
                 choice, engine = measure_and_choose(setup, batch)
             choice = self.ranks.broadcast(choice)
-        chosen: Choice = replace(choice, c_code=c_code and choice.name == "eager")
+        chosen: Choice = replace(choice, c_code=c_code if choice.name == "eager" else C_NONE)
         return chosen, self._build_by_node(engine, lambda: start(chosen, setup, batch))
 
     @property
-    def excludes_c_code(self) -> bool:
-        """Whether this run was started without compiled C code, and so is resumed without."""
-        return self.stored_choice is not None and not self.stored_choice.get("c_code", False)
+    def c_code(self) -> int:
+        """What compiled C code may compute: everything in a new run, otherwise what it computed in the first start of this one.
+        Runs of earlier versions stored whether convolutions were compiled."""
+        return C_LATEST if self.stored_choice is None else int(self.stored_choice.get("c_code", C_NONE))
 
-    def _uses_c_code(self, function: StepFunction) -> bool:
-        """Whether convolutions are computed by C code: as in an earlier start of this run, or if all ranks have a compiler."""
+    def _level_of_c_code(self, function: StepFunction) -> int:
+        """What is computed by C code: as in an earlier start of this run, or everything if all ranks have a compiler."""
         if not function.may_use_c_code:
-            return False
+            return C_NONE
         available = all(self.ranks.all_gather(function.convolves_by_c))
         if self.stored_choice is not None and not available:
             raise ForgefieldError(
@@ -431,7 +433,7 @@ class EngineStarter:
                 "compiler now; install one, such as gcc (apt install gcc, conda install gcc), or name it in $CC. To continue "
                 "with PyTorch's operations, which round differently, set training.kernels.edges=false."
             )
-        return available
+        return function.c_code if available else C_NONE
 
     def _uses_kernels(self, setup: EngineSetup, batch: Batch) -> bool:
         """Whether kernels are used where the config does not specify it: as in an earlier start of the run."""

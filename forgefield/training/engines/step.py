@@ -19,7 +19,7 @@ from forgefield.kernels.convolution.dispatch import use_edge_operators
 from forgefield.kernels.cpu.convolution import can_use_c
 from forgefield.models.edges import StepMemory
 from forgefield.models.potential import Potential
-from forgefield.ops.execution import KNOTS, execution
+from forgefield.ops.execution import C_CONVOLUTIONS, C_LATEST, C_NONE, C_SPLINES, KNOTS, execution
 from forgefield.ops.products import lowered_type
 from forgefield.tasks.loss_kernels import kernels_support, loss_by_kernels
 from forgefield.tasks.metrics import ErrorMetrics
@@ -52,7 +52,7 @@ class StepFunction:
     knots: number of intervals of the tables from which kernels read radial weights; 0 for exact weights.
     storage: type in which kernels store rows during a training step.
     edge_kernels: whether kernels may be used for sums over edges.
-    c_code: whether convolutions on a CPU use compiled C code if there is a compiler.
+    c_code: what compiled C code may compute on a CPU if there is a compiler (`ops/execution.py`).
     shapes: of the tensors of a batch.
     """
 
@@ -66,7 +66,7 @@ class StepFunction:
         knots: int = KNOTS,
         storage: str = "float32",
         edge_kernels: bool = True,
-        c_code: bool = True,
+        c_code: int = C_LATEST,
         shapes: Shapes = SHAPES,
         evaluation_errors: ErrorMetrics | None = None,
     ) -> None:
@@ -174,10 +174,8 @@ class StepFunction:
     @contextmanager
     def _kernels(self, storage: str) -> Iterator[None]:
         enabled = self.derivative == "kernels"
-        with (
-            execution(kernels=enabled, knots=self.knots, storage=storage, c_code=self.may_use_c_code),
-            self.edge_setting(),
-        ):
+        c_code = self.c_code if self.may_use_c_code else C_NONE
+        with execution(kernels=enabled, knots=self.knots, storage=storage, c_code=c_code), self.edge_setting():
             yield
 
     def edge_setting(self) -> AbstractContextManager[object]:
@@ -198,7 +196,9 @@ class StepFunction:
         """Whether an eager step computes convolutions by compiled C code where there is a compiler."""
         weight = next(self.potential.parameters(), None)
         on_cpu = weight is not None and weight.device.type == "cpu"
-        return self.c_code and self.edge_kernels and on_cpu and self.potential.interface.convolves
+        model = self.potential.interface
+        level = C_CONVOLUTIONS if model.convolves else C_SPLINES if model.sums_over_edges else C_LATEST + 1
+        return self.c_code >= level and self.edge_kernels and on_cpu
 
     @property
     def convolves_by_c(self) -> bool:

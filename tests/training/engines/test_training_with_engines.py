@@ -7,6 +7,7 @@ import torch
 
 from forgefield.api import load_run
 from forgefield.errors import ForgefieldError
+from forgefield.ops.execution import C_CONVOLUTIONS, C_LATEST, C_NONE
 from forgefield.training.engines import step
 from tests.support.helpers import tiny_config
 from tests.support.train_many import train_only
@@ -64,11 +65,22 @@ def test_a_run_started_without_c_code_is_resumed_without(tmp_path):
     settings = config(tmp_path, "resumed", "eager")
     settings["trainer"] = {**settings["trainer"], "max_epochs": 1}
     run = load_run(train_only(settings).path)
-    assert run.info["engine"]["c_code"] is True
+    assert run.info["engine"]["c_code"] == C_LATEST
     run.write_info(engine={"name": "eager", "derivative": "double", "captured": None})
     settings["trainer"]["max_epochs"] = 2
     train_only(settings)
-    assert load_run(run.path).info["engine"]["c_code"] is False
+    assert load_run(run.path).info["engine"]["c_code"] == C_NONE
+    assert (run.path / "log.txt").read_text().count("C code") == 1
+
+
+def test_a_run_of_a_version_that_compiled_convolutions_alone_is_resumed_with_these(tmp_path):
+    settings = config(tmp_path, "earlier", "eager")
+    settings["trainer"] = {**settings["trainer"], "max_epochs": 1}
+    run = load_run(train_only(settings).path)
+    run.write_info(engine={"name": "eager", "derivative": "double", "captured": None, "c_code": True})
+    settings["trainer"]["max_epochs"] = 2
+    train_only(settings)
+    assert load_run(run.path).info["engine"]["c_code"] == C_CONVOLUTIONS
     assert (run.path / "log.txt").read_text().count("convolutions in C") == 1
 
 
@@ -97,5 +109,5 @@ def test_a_scripted_training_takes_the_course_of_an_eager_one(tmp_path):
     eager, scripted = (train_only(config(tmp_path, name, name, accumulate=2)) for name in ("eager", "script"))
     assert course(scripted) == pytest.approx(course(eager), rel=1e-9)
     assert torch.isfinite(torch.tensor(course(eager))).all()
-    stored = {"name": "script", "derivative": "double", "captured": None, "c_code": False}
+    stored = {"name": "script", "derivative": "double", "captured": None, "c_code": C_NONE}
     assert load_run(scripted.path).info["engine"] == stored
