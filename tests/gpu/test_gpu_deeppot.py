@@ -21,10 +21,35 @@ KINDS = {
     "se_e2_r": {"sel": [100, 100]},
     "se_atten": {"sel": 150, "attn_layer": 1, "attn": 8, "axis_neuron": 3, "tebd_dim": 4},
 }
+ROWS = {"davg": [[0.1, 0.0, 0.0, 0.0]] * 2, "dstd": [[0.15, 0.1, 0.1, 0.1]] * 2}
+LAYERS = ROWS | {"rcut": 2.5, "rcut_smth": 1.0, "nlayers": 2, "g1_dim": 6, "g2_dim": 4, "axis_neuron": 2}
+OF_ANGLES = {
+    "se_e3": {"sel": [60, 60], "neuron": [2, 4]},
+    "se_e3_tebd": {"sel": 90, "neuron": [2, 4], "tebd_dim": 4},
+    "dpa2": {
+        "repinit": ROWS | {"nsel": 90, "neuron": [2, 4], "axis_neuron": 2, "tebd_dim": 4},
+        "repformer": LAYERS | {"nsel": 60},
+    },
+    "dpa3": {
+        "n_dim": 6,
+        "e_dim": 4,
+        "a_dim": 4,
+        "nlayers": 2,
+        "e_sel": 90,
+        "e_rcut_smth": 1.0,
+        "a_sel": 60,
+        "a_rcut": 2.5,
+        "a_rcut_smth": 1.0,
+        "axis_neuron": 2,
+    },
+}
+"""Descriptors with pairs of neighbours, and with several layers."""
 
 
 def deeppot(kind: str, precision: str = "float64"):
-    return make_deeppot(kind.split()[0], precision=precision, **KINDS[kind])
+    if kind in ("dpa2", "dpa3"):
+        return make_deeppot(model={"descriptor": {"type": kind, **OF_ANGLES[kind]}}, precision=precision)
+    return make_deeppot(kind.split()[0], precision=precision, **(KINDS | OF_ANGLES)[kind])
 
 
 def moved(result):
@@ -45,6 +70,19 @@ def test_eager_and_captured_steps_equal_those_of_the_cpu(kind, form):
         for engine in (inner, captured):
             found = moved(engine.differentiate(on_gpu(*atoms, seed=number)))
             assert largest_difference(found, expected, oracle.function.trained)[0] < 1e-9
+
+
+@pytest.mark.parametrize("engine", ["eager", "captured"])
+@pytest.mark.parametrize("kind", OF_ANGLES)
+def test_steps_with_pairs_of_neighbours_equal_those_of_the_cpu(kind, engine):
+    oracle = Engine(step_function(deeppot(kind)))
+    steps = Engine(step_function(deeppot(kind).cuda(), derivative="tangent"))
+    if engine == "captured":
+        steps = GraphsEngine(steps, plan=SizePlan((Size(edges=3000, atoms=160, frames=5),)))
+    for number, atoms in enumerate(SIZES):
+        expected = oracle.differentiate(labelled(*atoms, seed=number, box=6.0))
+        found = moved(steps.differentiate(on_gpu(*atoms, seed=number)))
+        assert largest_difference(found, expected, oracle.function.trained)[0] < 1e-9
 
 
 @pytest.mark.parametrize("kind", ["se_e2_a", "se_atten"])
