@@ -15,6 +15,8 @@ from forgefield.errors import ForgefieldError
 
 TRAINER_OBJECTS = ("logger", "callbacks", "strategy", "plugins", "profiler")
 """Settings of `trainer` that may describe an object by the import path of its class."""
+BUILT_IN = ("forgefield.training.callbacks.lcurve.LearningCurve",)
+"""Classes of Forgefield that configs name by their import path: those of inputs of DeePMD-kit, for lcurve.out."""
 HOW_TO_ALLOW = "--trust-code on the command line, trust_code=True in Python"
 
 
@@ -117,7 +119,7 @@ def _entries(where: str, value: object, *, short_names: bool = True) -> Iterator
             yield from _entries(where, item)
     elif isinstance(value, Mapping):
         yield from _entries(where, value.get("name"))
-    elif isinstance(value, str) and (not short_names or "." in value):
+    elif isinstance(value, str) and value not in BUILT_IN and (not short_names or "." in value):
         yield where, value
 
 

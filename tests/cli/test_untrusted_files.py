@@ -15,6 +15,8 @@ import yaml
 import forgefield
 from forgefield import api
 from forgefield.cli import main
+from forgefield.config.deepmd.run import CURVE
+from forgefield.config.trust import named_code
 from forgefield.errors import ForgefieldError
 from forgefield.models import build_model, resolve_model
 from forgefield.runs import Run, create_run_from_model
@@ -328,3 +330,10 @@ def test_a_run_with_user_code_is_finetuned_with_permission(marker, capsys):
     with pytest.raises(ForgefieldError, match=r"first.*stranger_own\.Net.*trust_code=True"):
         forgefield.train(second)
     assert forgefield.train(second, trust_code=True).info["status"] == "finished"
+
+
+def test_the_run_of_a_deepmd_input_needs_no_permission():
+    """Its config names the callback that writes lcurve.out, which is part of Forgefield."""
+    assert list(named_code({"callbacks": [{"name": CURVE, "file": "lcurve.out"}, "os.system"]})) == [
+        ("callbacks", "os.system")
+    ]
