@@ -276,6 +276,9 @@ def _kind(value: object, name: str) -> str:
         return "random"
     if isinstance(value, Mapping) and set(value) == {"indices"}:
         return "indices"
+    if isinstance(value, list) and any(isinstance(item, (int, float)) for item in value):
+        hint = f"data.{name.partition('-')[0]}: {{indices: ...}} selects frames of data.train"
+        raise ForgefieldError(f"{_setting(name)}: {value!r:.60} does not name files of frames; {hint}.")
     if isinstance(value, (str, list, Path)) or (isinstance(value, Mapping) and "path" in value):
         return "files"
     raise ForgefieldError(

@@ -123,7 +123,7 @@ def test_single_atoms_stay_in_training(tmp_path):
         ({"val": 1.5}, "neither a share below 1 nor a number of frames"),
         ({"val": -1}, "neither a share"),
         ({"val": True}, "must be a share below 1"),
-        ({"val": {"indexes": [1]}}, "must be a share below 1"),
+        ({"val": {"indexes": [1]}}, r"data\.val\.indexes: .* data\.val: \{indices: \.\.\.\} selects"),
         ({"val": {"indices": [20]}}, r"data\.val\.indices names frame 20, but there are 20 frames"),
         ({"val": {"indices": [1, 1]}}, "names a frame twice"),
         ({"val": {"indices": "nowhere.txt"}}, r"data\.val\.indices: there is no file nowhere\.txt"),

@@ -61,7 +61,7 @@ class Engine:
         if function.derivative != "double":
             return self._as_step(self.differentiate(batch, denominators))
         task, potential = function.task, function.potential
-        with function.edge_setting():
+        with function.code_setting():
             outputs = potential(batch, forces=task.needs_forces, stress=task.needs_stress)
         parts = task.loss(outputs, batch)
         measured = Measured(torch.stack([parts.sums, parts.counts]).detach(), function.errors.measure(outputs, batch))

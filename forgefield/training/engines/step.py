@@ -174,8 +174,13 @@ class StepFunction:
     @contextmanager
     def _kernels(self, storage: str) -> Iterator[None]:
         enabled = self.derivative == "kernels"
-        c_code = self.c_code if self.may_use_c_code else C_NONE
-        with execution(kernels=enabled, knots=self.knots, storage=storage, c_code=c_code), self.edge_setting():
+        with execution(kernels=enabled, knots=self.knots, storage=storage), self.code_setting():
+            yield
+
+    @contextmanager
+    def code_setting(self) -> Iterator[None]:
+        """Context in which compiled C code and kernels for sums over edges are used as requested, or not."""
+        with execution(c_code=self.c_code if self.may_use_c_code else C_NONE), self.edge_setting():
             yield
 
     def edge_setting(self) -> AbstractContextManager[object]:

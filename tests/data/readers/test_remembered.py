@@ -76,7 +76,7 @@ def test_keys_of_an_lmdb_are_listed_once(tmp_path, name, module, subdir):
     assert energies_in_parts(path) == list(range(N))
     after = module._listed.cache_info()
     assert after.misses - before.misses == 1
-    assert after.hits - before.hits == N
+    assert after.hits - before.hits >= N
     status = os.stat(path / "data.mdb" if subdir else path)
     write_lmdb(path, list(range(100, 100 + N + 5)), subdir=subdir)
     os.utime(path / "data.mdb" if subdir else path, ns=(status.st_atime_ns, status.st_mtime_ns))  # a coarse clock

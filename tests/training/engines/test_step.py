@@ -7,6 +7,7 @@ import torch
 from torch import nn
 
 from forgefield.models import Potential
+from forgefield.ops.execution import C_CONVOLUTIONS, C_LATEST, C_NONE
 from forgefield.training.engines.engine import Engine, with_gradients
 from tests.support.engine_cases import ALL, MODELS, difference, labelled, potential_of, step_function
 from tests.support.structures import make_potential
@@ -89,3 +90,16 @@ def test_weights_inside_torchscript_are_found():
     for found, weight in zip(function.trained_weights(), function.potential.parameters()):
         assert found.data_ptr() == weight.data_ptr()
     assert torch.isfinite(Engine(function).evaluate(labelled(4, 3)).sums).all()
+
+
+@pytest.mark.parametrize("level", [C_NONE, C_CONVOLUTIONS, C_LATEST])
+def test_a_step_uses_the_c_code_that_its_run_began_with(level):
+    """Also with double backward, where autograd differentiates the loss after the step."""
+    potential = make_potential(precision="float32")
+    function = step_function(potential, c_code=level)
+    engine, batch = Engine(function), labelled(*12 * [8], box=5.0)
+    expected = engine.differentiate(batch).gradients
+    step = engine.step(batch)
+    found = torch.autograd.grad(step.loss, function.trained_weights(), allow_unused=True)
+    for one, other in zip(found, expected, strict=True):
+        assert (one is None and other is None) or torch.equal(one, other)
