@@ -96,8 +96,9 @@ def near_slots(
     chosen = near if seen is None else near & seen
     slots = lay_out(chosen, graph.destination, pointers, width, vectors.dtype)
     empty = slots.is_empty()
-    far = vectors.new_tensor([2 * cutoff, 0.0, 0.0])
-    in_slots = slots.spread(vectors) + empty.to(vectors.dtype).unsqueeze(2) * far
+    # Vectors of empty slots are beyond the cutoff. Made on the device: a capture cannot copy from the host.
+    far = empty.to(vectors.dtype).unsqueeze(2) * (2 * cutoff)
+    in_slots = slots.spread(vectors) + torch.nn.functional.pad(far, (0, 2))
     return Near(in_slots.flatten(0, 1), _sources(slots, graph, chosen), ~empty, counts)
 
 
