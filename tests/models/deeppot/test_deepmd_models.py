@@ -66,8 +66,6 @@ def test_what_was_written_is_read_back_exactly(name, tmp_path):
 @pytest.mark.parametrize(
     ("name", "form"),
     [
-        ("hybrid", "tangent"),
-        ("hybrid_mixed", "double"),
         ("hybrid_se_e3", "tangent"),
         ("se_e3_tebd_strip", "tangent"),
         ("dpa2", "double"),
