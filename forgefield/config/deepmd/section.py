@@ -147,7 +147,8 @@ class Section:
         """Accept a key at its default, at which it does nothing; refuse any other value."""
         value = self.take(name, default, also=also)
         if value != default or isinstance(value, bool) != isinstance(default, bool):
-            raise self.refused(name, f"is {value!r:.60}, but {why}")
+            what = "is set" if isinstance(value, (dict, list)) else f"is {value!r:.60}"
+            raise self.refused(name, f"{what}, but {why}")
 
     def note(self, name: str, text: str, *, unless: Collection[Any] = ()) -> None:
         """Take a key that has no setting in Forgefield, and note `text` unless it has one of these values."""
