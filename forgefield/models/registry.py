@@ -86,6 +86,8 @@ ARCHITECTURES: dict[str, Architecture] = {
     "painn": _at("invariant.vector_networks.PaiNN"),
     "egnn": _at("invariant.vector_networks.EGNN"),
     "cgcnn": _at("invariant.distance_networks.CGCNN"),
+    "tensornet": _at("invariant.tensornet.TensorNet"),
+    "m3gnet": _at("invariant.m3gnet.M3GNet"),
     "pyg": _at("adapters.pyg.PyG"),
     "mace_like": _at("adapters.adapter.MaceLike"),
     "ase_like": _at("adapters.adapter.AseLike"),

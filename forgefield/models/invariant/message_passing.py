@@ -1,4 +1,4 @@
-"""Base of networks with invariant and vector messages (SchNet, PaiNN, EGNN, CGCNN): options, dense layers, one pass.
+"""Base of networks with messages along edges (SchNet, PaiNN, EGNN, CGCNN, TensorNet, M3GNet): options, dense layers, one pass.
 
 Messages are sent along the edges of the batch, including periodic images, and are multiplied by an envelope that is zero at the
 cutoff, so that energies are smooth. One isolated atom of each species is added to every batch and its energy is subtracted: an
@@ -115,6 +115,7 @@ class Surroundings(NamedTuple):
     graph: of all atoms, followed by one isolated atom of each species.
     envelope: (n, 1).
     lengths_over_reach: (n,), float64, lengths in units of the largest cutoff.
+    lengths_over_radius: (n,), float64, lengths in units of the radius at which the pair's interaction ends.
     directions: (n_edges, 3), unit vectors from centre to neighbour.
     vectors: (n_edges, 3), edge vectors in units of the largest cutoff.
     scale: (n_rows, 1), 1 / sqrt(mean number of neighbours).
@@ -125,6 +126,7 @@ class Surroundings(NamedTuple):
     graph: EdgeGraph
     envelope: Tensor
     lengths_over_reach: Tensor
+    lengths_over_radius: Tensor
     directions: Tensor
     vectors: Tensor
     scale: Tensor
@@ -258,6 +260,7 @@ class MessagePassing(SpeciesTerms[OptionsT], ABC):
             graph=dataclasses.replace(graph, n_atoms=kinds.shape[0]),
             envelope=envelope,
             lengths_over_reach=lengths / self.reach,
+            lengths_over_radius=scaled,
             directions=directions,
             vectors=barrier((vectors / self.reach).to(dtype), switch),
             scale=self.feature_scale.to(dtype).index_select(0, kinds).unsqueeze(1),
