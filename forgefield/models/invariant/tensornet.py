@@ -155,7 +155,8 @@ class TensorLayer(nn.Module):
 
     def _matrices(self, components: Tensor) -> Tensor:
         """(n_rows, 9, width) -> (n_rows, 3, 3, width)."""
-        return apply_to_components(self.basis.T, components).unflatten(1, (3, 3))
+        matrices: Tensor = apply_to_components(self.basis.T, components).unflatten(1, (3, 3))
+        return matrices
 
     def _components(self, matrices: Tensor) -> Tensor:
         """(n_rows, 3, 3, width) -> (n_rows, 9, width)."""
