@@ -150,7 +150,8 @@ class TrainingOptions:
     """How learning rates depend on the number of processes N: not at all, multiplied by sqrt(N), or by N."""
     optimizer: str | dict[str, Any] = "adam"
     """Name of a PyTorch optimiser, an import path, or {name: adamw, weight_decay: 1e-3, ...}. AdamWScheduleFree,
-    RAdamScheduleFree and SGDScheduleFree need neither a scheduler nor `ema`."""
+    RAdamScheduleFree and SGDScheduleFree need neither a scheduler nor `ema`. Muon trains matrices of hidden layers, and AdamW
+    the rest: {name: Muon, momentum: 0.95, weight_decay: 0, adamw_factor: 1, ...}."""
     scheduler: str | dict[str, Any] | None = None
     """Learning-rate scheduler: the name of a PyTorch scheduler, or {name: ReduceLROnPlateau, patience: 20, ..., interval:
     epoch|step}; {name: SequentialLR, milestones: [5], schedulers: [{name: LinearLR, ...}, {name: StepLR, ...}]} and
