@@ -215,7 +215,8 @@ class TrainingOptions:
     whose uncertainties are deviations: 4, or {size: 4, bootstrap: true, together: 2}. bootstrap: each on its own draw of the
     training frames; together: how many are trained at the same time (default: all on a GPU, one on a CPU)."""
     tensorboard: int = option(1, choices=(0, 1, 2))
-    """TensorBoard output: 0 none, 1 losses and learning rate, 2 also histograms of weights and gradients."""
+    """TensorBoard output: 0 none, 1 losses and learning rate, 2 also histograms of weights and gradients, which are then sent
+    to wandb too if `trainer.logger` names its logger."""
 
 
 def measures_maxima(training: TrainingOptions) -> bool:
