@@ -82,7 +82,14 @@ ARCHITECTURES: dict[str, Architecture] = {
         ),
         exporters=_format("deepmd", "models.deeppot.exporter.write_deepmd", ".yaml or .dp"),
     ),
-    "schnet": _at("invariant.distance_networks.SchNet"),
+    "schnet": _at(
+        "invariant.distance_networks.SchNet",
+        importers=_format(
+            "matsciml",
+            "models.invariant.matsciml_importer.IMPORTER",
+            "checkpoint (.ckpt) of a task with the encoder SchNetWrap",
+        ),
+    ),
     "painn": _at("invariant.vector_networks.PaiNN"),
     "egnn": _at("invariant.vector_networks.EGNN"),
     "cgcnn": _at("invariant.distance_networks.CGCNN"),
