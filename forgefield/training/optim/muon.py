@@ -13,19 +13,19 @@ bfloat16 would turn that into different steps.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from fnmatch import fnmatchcase
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.optim import Optimizer
 from torch.optim.adamw import adamw
 from torch.optim.optimizer import ParamsT
 
 from forgefield.errors import ForgefieldError
 from forgefield.models.interface import StackedNetworks
 from forgefield.ops.linear import IrrepsLinear
+from forgefield.training.optim.stepping import SteppingOptimiser
 
 COEFFICIENTS = (3.4445, -4.7750, 2.0315)
 """Of the polynomial, whose slope at zero is as large as it can be."""
@@ -39,7 +39,7 @@ Matrices = list[tuple[int, int, float]]
 """Rows, columns and factor of the step of each matrix that a parameter holds, one after another."""
 
 
-class Muon(Optimizer):
+class Muon(SteppingOptimiser):
     """Muon for matrices and AdamW for the rest.
 
     params: parameters or groups; those with the key `matrices`, a list with one entry for each parameter, take Muon's steps,
@@ -70,19 +70,13 @@ class Muon(Optimizer):
         }  # fmt: skip
         super().__init__(params, defaults)
 
-    @torch.no_grad()
-    def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]
-        loss = None
-        if closure is not None:
-            with torch.enable_grad():
-                loss = closure()
+    def take_step(self) -> None:
         for group in self.param_groups:
             places = [number for number, parameter in enumerate(group["params"]) if parameter.grad is not None]
             if places and group["matrices"] is not None:
                 self._orthogonal_steps(group, places)
             elif places:
                 self._adamw_steps(group, [group["params"][number] for number in places])
-        return loss
 
     def _orthogonal_steps(self, group: dict[str, Any], places: Sequence[int]) -> None:
         """places: numbers of the parameters with a gradient."""

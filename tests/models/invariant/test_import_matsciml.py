@@ -14,8 +14,17 @@ import forgefield
 from forgefield.api.models import import_model
 from forgefield.errors import ForgefieldError
 from forgefield.models.importing import ImportRequest
-from tests.models.invariant.test_encoders_reference import CUTOFF, all_pairs
 from tests.support.structures import make_batch, make_frame
+
+CUTOFF = 3.0
+
+
+def all_pairs(positions: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Edges of a cluster and their lengths."""
+    n = len(positions)
+    distances = (positions[:, None] - positions[None] + torch.eye(n)[..., None]).norm(dim=-1)
+    index = ((distances < CUTOFF) & ~torch.eye(n, dtype=torch.bool)).nonzero().T
+    return index, (positions[index[0]] - positions[index[1]]).norm(dim=-1)
 
 
 @pytest.fixture
