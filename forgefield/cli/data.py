@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import argparse
 
-from forgefield.cli import Parser, data_convert, data_cubes, data_descriptors, data_info, data_sample, data_shuffle
+from forgefield.cli import Parser, data_convert, data_cubes, data_descriptors, data_info, data_openpmd, data_sample, data_shuffle
 from forgefield.cli.data_arguments import apply_settings, without_settings
 
 _VERBS = {
@@ -24,6 +24,7 @@ _VERBS = {
     "cubes": data_cubes,
     "descriptors": data_descriptors,
     "shuffle": data_shuffle,
+    "openpmd": data_openpmd,
 }
 
 

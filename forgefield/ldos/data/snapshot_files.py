@@ -16,7 +16,7 @@ from typing import Any
 from forgefield.config.nearest import did_you_mean
 from forgefield.errors import ForgefieldError
 from forgefield.ldos.data.info import SnapshotInfo, read_info
-from forgefield.ldos.data.rows import require_file
+from forgefield.ldos.data.rows import HDF5_SUFFIXES, require_file
 from forgefield.ldos.data.snapshot import Snapshot
 from forgefield.ldos.data.units import require_target
 
@@ -174,6 +174,8 @@ def _open_snapshot(
     assert base is not None
     if files["inputs"] is None and "inputs" in need and info_file is not None and make_inputs is not None:
         files["inputs"], options["coordinates"] = make_inputs(read_info(info_file)), False
+    if info_file is None:  # an openPMD file contains the calculation
+        files["info"] = next((files[role] for role in ("targets", "inputs") if _is_openpmd(files[role])), None)
     for role in need:
         if files[role] is None:
             endings = {"inputs": f"{INPUT}.npy", "targets": f"{TARGETS[target][0]}.npy", "info": INFO[0]}
@@ -181,6 +183,10 @@ def _open_snapshot(
     return Snapshot(
         base.name, files["inputs"], files["targets"], files["info"], target=target, folder=base.parent, **options
     )
+
+
+def _is_openpmd(path: Path | None) -> bool:
+    return path is not None and path.suffix in HDF5_SUFFIXES
 
 
 def _refuse_duplicates(snapshots: list[Snapshot], setting: str) -> None:
