@@ -14,7 +14,19 @@ from __future__ import annotations
 
 import argparse
 
-from forgefield.cli import Parser, data_convert, data_cubes, data_descriptors, data_info, data_openpmd, data_sample, data_shuffle
+from forgefield.cli import (
+    Parser,
+    data_acsd,
+    data_align,
+    data_convert,
+    data_cubes,
+    data_descriptors,
+    data_info,
+    data_openpmd,
+    data_sample,
+    data_shuffle,
+    data_structure_factor,
+)
 from forgefield.cli.data_arguments import apply_settings, without_settings
 
 _VERBS = {
@@ -24,7 +36,10 @@ _VERBS = {
     "cubes": data_cubes,
     "descriptors": data_descriptors,
     "shuffle": data_shuffle,
+    "acsd": data_acsd,
+    "align": data_align,
     "openpmd": data_openpmd,
+    "structure-factor": data_structure_factor,
 }
 
 
