@@ -8,6 +8,8 @@ examples:
   forgefield data sample water 100                          writes water-100.extxyz
   forgefield data cubes 'tmp.pp*.cube' -o Be_snapshot0.out.npy --info pw.out
   forgefield data descriptors Be_snapshot0.info.json -o Be_snapshot0.in.npy
+  forgefield data acsd Be_snapshot0.info.json --twojmax 4 6 8
+  forgefield data structure-factor trajectory.extxyz -o s.csv
 """
 
 from __future__ import annotations

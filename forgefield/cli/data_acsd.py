@@ -1,9 +1,8 @@
 """Compare settings of descriptors without training: average cosine similarity distance of descriptors and LDOS.
 
-The distance is large if points with similar descriptors have different LDOS; 0 is best. All pairs of --points random points of
-each snapshot are compared. Without settings it is that of the descriptors in the files. With several values of --twojmax, --cutoff
-or --sigma, descriptors of all combinations are computed at these points and sorted by their distance. More components always
-help a little: prefer the cheapest setting whose distance is close to the smallest.
+The distance is large if points with similar descriptors have different LDOS; 0 is best. All pairs of --points random points
+of each snapshot are compared. Without settings it is that of the descriptors in the files. With values of --twojmax, --cutoff
+or --sigma, descriptors of all combinations are computed at these points and sorted by their distance.
 
 examples:
   forgefield data acsd Be_snapshot0.in.npy Be_snapshot1.in.npy
@@ -35,7 +34,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     add_option(parser, "--type", DescriptorOptions, "type")
     for name in _VARIED:
-        add_option(parser, f"--{name}", DescriptorOptions, name, nargs="+", default="not varied")
+        add_option(parser, f"--{name}", DescriptorOptions, name, nargs="+")
     parser.add_argument(
         "--points", type=int, default=2000, metavar="N", help="random points of each snapshot (default: 2000)"
     )

@@ -1,8 +1,8 @@
 """Align the LDOS of snapshots in energy, by whole levels, with that of a reference.
 
-Needed if the zero of energy differs between calculations. The folder contains NAME.out.npy, NAME.info.json with energies on the common
-scale and the shift (ldos_shift_ev), and links to the descriptors, so that it can be trained on. Only levels that all shifted
-snapshots have are kept.
+Needed if the zero of energy differs between calculations. The folder contains NAME.out.npy, NAME.info.json with energies on
+the common scale and the shift (ldos_shift_ev), and links to the descriptors, so that it can be trained on. Only levels that all
+shifted snapshots have are kept.
 
 examples:
   forgefield data align 'Be_snapshot*.out.npy' -o aligned --first -8 --spacing 0.5

@@ -1,7 +1,7 @@
 """Copy snapshots to openPMD files (HDF5), which MALA reads.
 
-Each snapshot becomes NAME.in.h5 (descriptors, after three columns of coordinates) and NAME.out.h5 (LDOS), in 1/(eV*A^3) and with the
-calculation inside. Trainings read .npy and .h5 alike. Needs h5py.
+Each snapshot becomes NAME.in.h5 (descriptors, after three columns of coordinates) and NAME.out.h5 (LDOS), in 1/(eV*A^3) and
+with the calculation inside. Trainings read .npy and .h5 alike. Needs h5py.
 
 examples:
   forgefield data openpmd 'Be_snapshot*.in.npy' -o openpmd
@@ -38,13 +38,9 @@ def run(args: argparse.Namespace) -> int:
     from forgefield.ldos.data.snapshot_files import find_snapshots
 
     begin, folder = time.monotonic(), Path(args.out)
-    snapshots = find_snapshots(
-        source_of(args.paths), target=args.target, units=args.units, need=(), setting="SNAPSHOT"
-    )
+    snapshots = find_snapshots(source_of(args.paths), target=args.target, units=args.units, need=(), setting="SNAPSHOT")
     with progress_bar("copying", "files") as report:
-        files = copy_to_openpmd(
-            snapshots, folder, descriptors=args.type or DescriptorOptions.type, progress=report
-        )
+        files = copy_to_openpmd(snapshots, folder, descriptors=args.type or DescriptorOptions.type, progress=report)
     size = size_text(sum(file.stat().st_size for file in files))
     print(f"wrote {counted(len(files), 'file')} to {folder}, {size}, in {time.monotonic() - begin:.1f} s")
     return 0

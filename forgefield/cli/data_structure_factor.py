@@ -1,7 +1,7 @@
 """Static structure factor of periodic structures, averaged over the frames of a file and over directions.
 
-S(k) = |sum over atoms of exp(i k r)|^2 / n_atoms for the wave vectors of the cell. The file has one row per shell of wave vectors: their
-mean length in 1/A, the mean of S, and their number.
+S(k) = |sum over atoms of exp(i k r)|^2 / n_atoms for the wave vectors of the cell. The file has one row per shell of wave
+vectors: their mean length in 1/A, the mean of S, and their number.
 
 examples:
   forgefield data structure-factor trajectory.extxyz -o s.csv

@@ -158,7 +158,8 @@ def possible_observables(
     table: PointTable, model: LDOSNetwork, fermi: str, pseudopotentials: str | None
 ) -> tuple[list[str], dict[str, str]]:
     """Observables that can be computed for these snapshots, and for the others the reason why not."""
-    possible, missing = [], {}
+    possible: list[str] = []
+    missing: dict[str, str] = {}
     for name in OBSERVABLE_UNITS:
         try:
             if model.energies is None:
@@ -168,6 +169,8 @@ def possible_observables(
                 snapshot.info.require(*needed, why=name)
                 if name == "total_energy":
                     density_energies(snapshot, pseudopotentials)
+            if name == "total_energy_actual_fe" and "total_energy" in missing:
+                raise ForgefieldError(missing["total_energy"])
             possible.append(name)
         except ForgefieldError as error:
             missing[name] = str(error).rstrip(".")

@@ -1,7 +1,7 @@
 """The static structure factor of periodic structures, S(k) = |sum over atoms of exp(i k r)|^2 / n_atoms.
 
-k are the wave vectors of the cell, linear combinations of 2 pi times its reciprocal vectors. Averages are over all of them in a shell
-of lengths; the factor of an ideal gas is 1.
+k are the wave vectors of the cell, linear combinations of 2 pi times its reciprocal vectors. Averages are over all of them in a
+shell of lengths; the factor of an ideal gas is 1.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ VECTORS = 2048
 
 @dataclass(frozen=True)
 class StructureFactor:
-    """Shells of wave vectors that are not empty. k: (n,), mean length, 1/A. values: (n,), mean of S. vectors: (n,), how many."""
+    """Shells that contain wave vectors. k: (n,), mean length, 1/A. values: (n,), mean of S. vectors: (n,), how many."""
 
     k: np.ndarray
     values: np.ndarray
@@ -35,7 +35,9 @@ def static_structure_factor(
     structures: positions (n_atoms, 3) and cells (3, 3), rows are the cell vectors, A.
     """
     if not k_max > 0 or shells < 1:
-        raise ForgefieldError(f"shells of wave vectors need k_max > 0 and at least one of them, not {k_max:g} and {shells}")
+        raise ForgefieldError(
+            f"shells of wave vectors need k_max > 0 and at least one of them, not {k_max:g} and {shells}"
+        )
     sums = np.zeros((3, shells))
     for positions, cell in structures:
         vectors = wave_vectors(cell, k_max)
@@ -66,10 +68,12 @@ def wave_vectors(cell: np.ndarray, k_max: float) -> np.ndarray:
     axes = np.meshgrid(*(np.arange(-n, n + 1) for n in largest), indexing="ij")
     numbers = np.stack(axes, axis=-1).reshape(-1, 3)
     numbers = numbers[len(numbers) // 2 + 1 :]  # in this order, the second half is minus the first
-    vectors = numbers @ reciprocal
-    return vectors[np.linalg.norm(vectors, axis=1) <= k_max * (1 + 1e-12)]
+    vectors: np.ndarray = numbers @ reciprocal
+    vectors = vectors[np.linalg.norm(vectors, axis=1) <= k_max * (1 + 1e-12)]
+    return vectors
 
 
 def shell_of(lengths: np.ndarray, k_max: float, shells: int) -> np.ndarray:
     """Index of the shell of each length in 0 < k <= k_max; the upper end of a shell belongs to it."""
-    return np.clip(np.ceil(lengths * (shells / k_max)).astype(int) - 1, 0, shells - 1)
+    shell: np.ndarray = np.ceil(lengths * (shells / k_max)).astype(int) - 1
+    return shell.clip(0, shells - 1)

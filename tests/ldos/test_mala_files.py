@@ -17,7 +17,10 @@ from forgefield.cli import main
 from forgefield.ldos.data import find_snapshots
 from forgefield.ldos.data.info import read_info
 from forgefield.ldos.descriptors.acsd import candidate_settings, cosine_distance, score_descriptors
+from forgefield.ldos.electronic.density_energies import DensityEnergies
 from forgefield.ldos.electronic.energy_grid import EnergyGrid
+from forgefield.ldos.electronic.total_energy import total_energy
+from forgefield.ldos.electronic.upf import read_upf
 from forgefield.physics.structure_factor import shell_of, structure_factor
 
 FILES = Path(__file__).parents[1] / "fixtures" / "mala"
@@ -161,6 +164,37 @@ def test_a_model_of_mala_has_its_errors(tmp_path):
         assert snapshot["errors"][name] == pytest.approx(theirs["errors"][name], abs=0.02), name
     assert snapshot["errors"]["fermi_energy"] == pytest.approx(1000 * theirs["errors"]["fermi_energy"], abs=0.01)
     assert snapshot["errors"]["density"] == pytest.approx(theirs["errors"]["density_relative"], abs=1e-3)
+
+
+UPF = """<UPF version="2.0.1">
+<PP_HEADER element="Be" z_valence="2.0" functional="PBE" core_correction="F"/>
+<PP_R>0.0 0.5 1.0</PP_R><PP_RAB>0.5 0.5 0.5</PP_RAB>
+</UPF>
+"""
+
+
+def test_free_energies_with_the_fermi_energy_of_the_reference(tmp_path):
+    """MALA's total_energy_actual_fe, from the LDOS as an array."""
+    (tmp_path / "Be.UPF").write_text(UPF)
+    for ending in ("in.npy", "out.npy", "info.json"):
+        (tmp_path / f"be0.{ending}").write_bytes((FILES / f"be0.{ending}").read_bytes())
+    document = json.loads((tmp_path / "be0.info.json").read_text()) | {"ecutrho": 8.0}  # as fine as the grid allows
+    (tmp_path / "be0.info.json").write_text(json.dumps(document))
+    run = api.import_mala(FILES / "be.zip", out=tmp_path)
+    api.test(run, str(tmp_path / "be0.in.npy"), device="cpu")
+    (file,) = run.path.glob("test*.json")
+    snapshot, info = json.loads(file.read_text())["snapshots"][0], read_info(tmp_path / "be0.info.json")
+    cell, positions = torch.as_tensor(info.cell), torch.as_tensor(info.positions)
+    energies = DensityEnergies(
+        cell, positions, [4, 4], {"Be": read_upf(tmp_path / "Be.UPF")}, info.grid_shape, info.ecutrho
+    )
+    with torch.no_grad():
+        predicted = api.load(run)(torch.from_numpy(np.load(FILES / "be0.in.npy")[..., 3:])).double()
+    level = snapshot["reference"]["fermi_energy"]
+    expected = float(total_energy(predicted, GRID, info.temperature, energies, fermi=level).total)
+    errors, reference = snapshot["errors"], snapshot["reference"]["total_energy"]
+    assert errors["total_energy_actual_fe"] == pytest.approx(500 * (expected - reference), abs=0.01)
+    assert errors["total_energy"] == pytest.approx(500 * (snapshot["predicted"]["total_energy"] - reference), abs=1e-9)
 
 
 READ_BY_MALA = """

@@ -1,8 +1,8 @@
-"""Snapshots aligned in energy: the LDOS of each is moved by whole levels so that its band begins where that of a reference does.
+"""Snapshots aligned in energy: the LDOS of each is moved by whole levels so that its band begins where a reference's does.
 
-Calculations of different cells have different zeros of energy, so that the same band appears at different levels. The shift of a
-snapshot minimises the squared difference of its mean LDOS from that of the reference, near the beginning of the bands, as in MALA.
-Only levels that all shifted snapshots have are kept; no value is invented.
+Calculations of different cells have different zeros of energy, so that the same band appears at different levels. The shift
+minimises the squared difference of the mean LDOS from that of the reference, near the beginning of the bands, as in MALA. Only
+levels that all shifted snapshots have are kept; no value is invented.
 """
 
 from __future__ import annotations
@@ -34,8 +34,8 @@ SHIFTED = ("band", "total", "one_electron")
 
 @dataclass(frozen=True)
 class Alignment:
-    """shifts: levels by which each snapshot is moved down. first, levels: of the aligned LDOS, the first energy in eV, and in the
-    LDOS of the reference the index of that level."""
+    """shifts: levels by which each snapshot is moved down. begin: level of the reference that is the first one of the aligned
+    LDOS. levels: number of levels that are kept. first: energy of the first, eV. spacing: eV."""
 
     shifts: dict[str, int]
     begin: int
@@ -62,7 +62,7 @@ def align_snapshots(
 ) -> Alignment:
     """Write NAME.out.npy and NAME.info.json of each snapshot to a new folder, with links to the files of descriptors.
 
-    The metadata is that of the aligned LDOS: the Fermi energy is lower by the shift, energies are lower by the number of electrons
+    The metadata is that of the aligned LDOS: the Fermi energy is lower by the shift, and energies by the number of electrons
     times the shift; `ldos_shift_ev` is the shift.
 
     Parameters
@@ -81,7 +81,9 @@ def align_snapshots(
     if folder.exists():
         raise ForgefieldError(f"{folder} exists already; delete it or choose another name")
     means = _means(snapshots, progress)
-    alignment = find_alignment(means, first=first, spacing=spacing, reference=reference, zero=zero, trim=trim, last=last)
+    alignment = find_alignment(
+        means, first=first, spacing=spacing, reference=reference, zero=zero, trim=trim, last=last
+    )
     partial = folder.with_name(folder.name + ".partial")
     shutil.rmtree(partial, ignore_errors=True)
     partial.mkdir(parents=True)
@@ -117,7 +119,9 @@ def find_alignment(
     shifts = {}
     for other, mean in means.items():
         if len(mean) != levels:
-            raise ForgefieldError(f"{other} has {len(mean)} levels, {name} has {levels}; aligned snapshots need the same ones")
+            raise ForgefieldError(
+                f"{other} has {len(mean)} levels, {name} has {levels}; aligned snapshots need the same ones"
+            )
         shifts[other] = _best_shift(mean, means[name], _band_begin(mean, zero, other), begin)
     low, high = max(0, *(-shift for shift in shifts.values())), levels - max(0, *shifts.values())
     if trim:
@@ -125,7 +129,9 @@ def find_alignment(
     if last is not None:
         high = min(high, int(np.sum(first + spacing * np.arange(levels) <= last)))
     if high - low < 2:
-        raise ForgefieldError(f"the aligned snapshots have {max(0, high - low)} levels in common; at least 2 are needed")
+        raise ForgefieldError(
+            f"the aligned snapshots have {max(0, high - low)} levels in common; at least 2 are needed"
+        )
     return Alignment(shifts, low, high - low, first + low * spacing, spacing)
 
 

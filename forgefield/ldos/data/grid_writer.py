@@ -1,7 +1,7 @@
 """Arrays on a grid, written as .npy or as openPMD (HDF5), by columns or by planes of points.
 
 openPMD files follow MALA's layout and conventions: one scalar mesh component for each value of a point, in eV and A, the
-calculation as attributes of the iteration, and the atoms as particles. MALA reads them, and so do the other programs of openPMD.
+calculation as attributes of the iteration, and the atoms as particles.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Protocol
 
 import numpy as np
 
-import forgefield
+from forgefield._version import __version__
 from forgefield.errors import ForgefieldError
 from forgefield.files import written_atomically
 from forgefield.ldos.data.info import SnapshotInfo
@@ -115,7 +115,7 @@ def _write_layout(
         iterationEncoding="groupBased",
         iterationFormat="/data/%T/",
         software="Forgefield",
-        softwareVersion=forgefield.__version__,
+        softwareVersion=__version__,
         is_mala_data=np.uint8(1),  # MALA reads no other files
     )
     iteration = file.create_group("data/0")

@@ -1,7 +1,7 @@
 """Metadata of a snapshot: Fermi energy, electrons, temperature, cell, atoms, energies.
 
-Read from an `.info.json` (MALA's or Forgefield's), the output of Quantum ESPRESSO's pw.x, or an openPMD file. Values that a file does not
-state are None; `require` reports the missing ones.
+Read from an `.info.json` (MALA's or Forgefield's), the output of Quantum ESPRESSO's pw.x, or an openPMD file. Values that a
+file does not state are None; `require` reports the missing ones.
 """
 
 from __future__ import annotations
@@ -77,6 +77,7 @@ class SnapshotInfo:
         """x, y, z of the points of the grid, (nx, ny, nz, 3), A, or of those whose first index is in `planes`."""
         self.require("cell", "grid_shape", why="the coordinates of grid points")
         assert self.grid_shape is not None
+        assert self.cell is not None
         fractions = [np.arange(n) / n for n in self.grid_shape]
         fractions[0] = fractions[0][planes]
         return np.stack(np.meshgrid(*fractions, indexing="ij"), axis=-1) @ self.cell

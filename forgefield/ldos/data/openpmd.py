@@ -138,7 +138,7 @@ class OpenPmdRows:
 
 
 def read_openpmd_info(path: Path) -> dict[str, Any]:
-    """The calculation that an openPMD file describes, in the keys of an `.info.json`; keys that it does not state are absent."""
+    """The calculation that an openPMD file describes, in the keys of an `.info.json`."""
     rows = OpenPmdRows(path)
     with reading_hdf5(str(path)):
         return rows.describe()
@@ -156,6 +156,8 @@ def _atoms_of(iteration: h5py.Group, particles: str, cell: np.ndarray) -> dict[s
             item = atoms[name][atom]
             if _is_group(item) or item.shape != (n,):
                 raise ValueError(f"{name} of atom {atom} is not {n} values")
+            if item.external or item.is_virtual:
+                raise ValueError(f"{name} of atom {atom} is in another file")
             values[name].append(item[...].tolist())
     return {"numbers": [n[0] for n in values["number"]], "positions": values["position"], "cell": cell.tolist()}
 
@@ -168,7 +170,9 @@ def _cell(iteration: h5py.Group, mesh: h5py.Group | h5py.Dataset, shape: tuple[i
         return np.asarray(iteration.attrs[CELL], dtype=np.float64).reshape(3, 3)
     if "angles" not in mesh.attrs:
         return None
-    lengths = np.asarray(mesh.attrs["gridSpacing"], dtype=np.float64) * float(mesh.attrs.get("gridUnitSI", 1e-10)) * 1e10
+    lengths = (
+        np.asarray(mesh.attrs["gridSpacing"], dtype=np.float64) * float(mesh.attrs.get("gridUnitSI", 1e-10)) * 1e10
+    )
     return cellpar_to_cell([*lengths, *np.asarray(mesh.attrs["angles"])]) * np.array(shape)[:, None]
 
 

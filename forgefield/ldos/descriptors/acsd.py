@@ -1,4 +1,4 @@
-"""Average cosine similarity distance: how well descriptors distinguish points with different targets, without training a network.
+"""Average cosine similarity distance: how well descriptors distinguish points with different targets, without training.
 
 For two points, the cosine similarity of their descriptors minus that of their LDOS is positive where the descriptors look alike
 although the LDOS differ. The distance is the mean of the positive part over pairs of points: 0 is best. As in MALA, it includes
@@ -33,8 +33,8 @@ READ_VALUES = 1 << 26
 class Score:
     """Average cosine similarity distance of some snapshots.
 
-    settings: how the descriptors were computed; None: those in the files. columns: of the descriptors. distances: by name of the
-    snapshot. left_out: points without direction, whose descriptors or LDOS are all zero.
+    settings: how the descriptors were computed; None: those in the files. columns: of the descriptors. distances: by name of
+    the snapshot. left_out: points without direction, whose descriptors or LDOS are all zero.
     """
 
     settings: DescriptorOptions | None
@@ -82,8 +82,8 @@ def score_descriptors(
 ) -> list[Score]:
     """Distances of all candidates, the best first; without candidates, that of the descriptors in the files.
 
-    points: number of random points of each snapshot, all pairs of which are compared. They are the same for all candidates, whose
-    descriptors are computed at these points only.
+    points: number of random points of each snapshot, all pairs of which are compared. They are the same for all candidates,
+    whose descriptors are computed at these points only.
     """
     if points < 2:
         raise ForgefieldError(f"pairs of points are compared, which takes at least 2 points, not {points}")
@@ -98,7 +98,9 @@ def score_descriptors(
                 values = _computed(snapshot, sample.rows, settings, device)
             usable = values.any(axis=1) & sample.targets.any(axis=1)
             if usable.sum() < 2:
-                raise ForgefieldError(f"{snapshot.name}: descriptors or LDOS are zero at nearly all of {len(values)} points")
+                raise ForgefieldError(
+                    f"{snapshot.name}: descriptors or LDOS are zero at nearly all of {len(values)} points"
+                )
             distances[snapshot.name] = cosine_distance(values[usable], sample.targets[usable])
             columns, left_out = values.shape[1], left_out + int((~usable).sum())
             if progress is not None:
@@ -147,6 +149,8 @@ def _computed(snapshot: Snapshot, rows: np.ndarray, settings: DescriptorOptions,
     info = snapshot.info.require("numbers", "positions", "cell", "grid_shape", why="the computation of descriptors")
     assert info.grid_shape is not None
     assert info.numbers is not None
+    assert info.cell is not None
+    assert info.positions is not None
     species = [chemical_symbols[number] for number in sorted(set(info.numbers.tolist()))]
     options = settings
     if settings.type == "gaussian" and settings.sigma is None:

@@ -28,6 +28,7 @@ NEEDED = {
     "band_energy": ("temperature", "electrons", "voxel_volume", "n_atoms"),
     "band_energy_actual_fe": ("temperature", "electrons", "voxel_volume", "n_atoms"),
     "total_energy": ("temperature", "electrons", "voxel_volume", "n_atoms", "cell", "positions"),
+    "total_energy_actual_fe": ("temperature", "electrons", "voxel_volume", "n_atoms", "cell", "positions"),
     "fermi_energy": ("temperature", "electrons", "voxel_volume"),
     "density": ("temperature", "electrons", "voxel_volume"),
     "dos": ("temperature", "electrons", "voxel_volume"),
@@ -71,7 +72,6 @@ class SnapshotMeasure:
         for name in metrics:
             needed = NEEDED[name] + (("fermi_energy",) if self.observer.fermi == "given" else ())
             info.require(*needed, why=f"{name} of snapshot {snapshot.name}")
-        needs_density = "total_energy" in metrics
         assert info.temperature is not None
         assert info.electrons is not None
         assert info.voxel_volume is not None
@@ -84,7 +84,7 @@ class SnapshotMeasure:
             n_points=snapshot.n_points,
             point_range=rank_range(snapshot.n_points, self.ranks.rank, self.ranks.world_size),
             dft_fermi_energy=info.fermi_energy,
-            density_energies=(lambda: density_energies(snapshot, folder)) if needs_density else None,
+            density_energies=(lambda: density_energies(snapshot, folder)) if self.observer.needs_total else None,
             dft=dict(info.energies),
             unit=min(LDOS_UNITS, key=lambda unit: abs(LDOS_UNITS[unit] - snapshot.factor)),
         )
@@ -108,7 +108,10 @@ class SnapshotMeasure:
                 outputs = model.network(inputs).to(torch.float64)
                 yield outputs * model.output_scale + model.output_shift
 
-        return self.observer.observe(ldos, facts)
+        with_reference = "total_energy_actual_fe" in self.observer.metrics
+        return self.observer.observe(
+            ldos, facts, reference_fermi=self.reference(number).fermi if with_reference else None
+        )
 
     def errors(self) -> list[dict[str, float]]:
         """Signed errors of each snapshot, in the units of `OBSERVABLE_UNITS`."""
