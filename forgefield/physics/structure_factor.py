@@ -69,8 +69,8 @@ def wave_vectors(cell: np.ndarray, k_max: float) -> np.ndarray:
     numbers = np.stack(axes, axis=-1).reshape(-1, 3)
     numbers = numbers[len(numbers) // 2 + 1 :]  # in this order, the second half is minus the first
     vectors: np.ndarray = numbers @ reciprocal
-    vectors = vectors[np.linalg.norm(vectors, axis=1) <= k_max * (1 + 1e-12)]
-    return vectors
+    short: np.ndarray = np.linalg.norm(vectors, axis=1) <= k_max * (1 + 1e-12)
+    return vectors.compress(short, axis=0)
 
 
 def shell_of(lengths: np.ndarray, k_max: float, shells: int) -> np.ndarray:
