@@ -1,8 +1,8 @@
 """Snapshots named in a config: by a file, a glob, a folder, a list of these, or a mapping that names each file.
 
 The files of a snapshot belong together by name: Be_snapshot0.in.npy (descriptors), Be_snapshot0.out.npy (LDOS), and
-Be_snapshot0.info.json or else the Quantum ESPRESSO output Be_snapshot0.out. A snapshot that is named by its .info.json, or that
-has no file of descriptors, gets computed ones.
+Be_snapshot0.info.json, or else the Quantum ESPRESSO output Be_snapshot0.out, or what an openPMD file says itself. A snapshot that
+is named by its .info.json, or that has no file of descriptors, gets computed ones.
 """
 
 from __future__ import annotations
@@ -172,10 +172,11 @@ def _open_snapshot(
 ) -> Snapshot:
     base, info_file = files["base"], files["info"]
     assert base is not None
+    if info_file is None:  # an openPMD file contains the calculation
+        info_file = next((files[role] for role in ("targets", "inputs") if _is_openpmd(files[role])), None)
+        files["info"] = info_file
     if files["inputs"] is None and "inputs" in need and info_file is not None and make_inputs is not None:
         files["inputs"], options["coordinates"] = make_inputs(read_info(info_file)), False
-    if info_file is None:  # an openPMD file contains the calculation
-        files["info"] = next((files[role] for role in ("targets", "inputs") if _is_openpmd(files[role])), None)
     for role in need:
         if files[role] is None:
             endings = {"inputs": f"{INPUT}.npy", "targets": f"{TARGETS[target][0]}.npy", "info": INFO[0]}
