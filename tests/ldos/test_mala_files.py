@@ -17,6 +17,7 @@ from forgefield.cli import main
 from forgefield.ldos.data import find_snapshots
 from forgefield.ldos.data.info import read_info
 from forgefield.ldos.descriptors.acsd import candidate_settings, cosine_distance, score_descriptors
+from forgefield.ldos.descriptors.computed import input_maker
 from forgefield.ldos.electronic.density_energies import DensityEnergies
 from forgefield.ldos.electronic.energy_grid import EnergyGrid
 from forgefield.ldos.electronic.total_energy import total_energy
@@ -40,6 +41,17 @@ def test_openpmd_files_of_mala_contain_values_and_calculation():
     assert np.array_equal(found.numbers, stated.numbers)
     np.testing.assert_allclose(found.positions, stated.positions, rtol=0, atol=1e-14)
     np.testing.assert_allclose(found.cell, stated.cell, rtol=0, atol=1e-14)
+
+
+def test_descriptors_are_computed_from_the_structure_in_an_openpmd_file(tmp_path, monkeypatch):
+    pytest.importorskip("h5py")
+    monkeypatch.setenv("FORGEFIELD_CACHE", str(tmp_path))
+    make = input_maker({"type": "bispectrum", "twojmax": 2, "cutoff": 3.0})
+    (snapshot,) = find_snapshots(
+        {"targets": str(FILES / "be0.out.h5"), "info": str(FILES / "be0.out.h5")}, make_inputs=make
+    )
+    theirs = np.load(FILES / "be0.in.npy")[..., 3:].reshape(96, 5)
+    np.testing.assert_allclose(snapshot.read()[0], theirs, rtol=1e-5)
 
 
 def test_snapshots_become_openpmd_files_with_the_same_content(tmp_path):
@@ -154,6 +166,8 @@ def test_structure_factors_of_single_wave_vectors_are_those_of_mala():
 def test_a_model_of_mala_has_its_errors(tmp_path):
     """LDOS, Fermi energy, band energy at the own and at the reference's Fermi energy, and density of a test snapshot."""
     run = api.import_mala(FILES / "be.zip", out=tmp_path)
+    resolved = run.info["model"]
+    assert (resolved["activation"], resolved["output_activation"]) == (["tanh", "relu"], "leakyrelu")
     errors = api.test(run, {"inputs": str(FILES / "be0.in.npy"), "targets": str(FILES / "be0.out.npy")}, device="cpu")
     (file,) = run.path.glob("test*.json")
     snapshot, theirs = json.loads(file.read_text())["snapshots"][0], NUMBERS["test"]
