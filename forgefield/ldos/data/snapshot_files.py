@@ -1,8 +1,8 @@
 """Snapshots named in a config: by a file, a glob, a folder, a list of these, or a mapping that names each file.
 
 The files of a snapshot belong together by name: Be_snapshot0.in.npy (descriptors), Be_snapshot0.out.npy (LDOS), and
-Be_snapshot0.info.json, else the Quantum ESPRESSO output Be_snapshot0.out, or else an openPMD file among them. A snapshot that is
-named by its .info.json, or that has no file of descriptors, gets computed ones.
+Be_snapshot0.info.json, else the Quantum ESPRESSO output Be_snapshot0.out, or else an openPMD file among them. A snapshot that
+is named by its .info.json, or that has no file of descriptors, gets computed ones.
 """
 
 from __future__ import annotations

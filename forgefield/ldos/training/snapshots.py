@@ -6,7 +6,7 @@ ranks. Observables of the targets are computed once.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 import torch
@@ -41,7 +41,8 @@ class SnapshotMeasure:
     """Observables `metrics` of the snapshots of a table.
 
     fermi: self_consistent or given. resident: rows of the table in memory, if any. pseudopotentials: folder of UPF files;
-    default: next to the snapshots. remember: cache inputs in memory if there are no resident rows.
+    default: next to the snapshots. remember: cache inputs in memory if there are no resident rows. negative: treatment of
+    negative predictions.
     """
 
     def __init__(
@@ -55,10 +56,11 @@ class SnapshotMeasure:
         resident: ResidentRows | None = None,
         pseudopotentials: str | None = None,
         remember: bool = False,
+        negative: Callable[[Tensor], Tensor] = lambda ldos: ldos,
     ) -> None:
         if model.energies is None:
             raise ForgefieldError("observables follow from an LDOS, and this model predicts a density.")
-        self.table, self.model, self.ranks = table, model, ranks
+        self.table, self.model, self.ranks, self.negative = table, model, ranks, negative
         self.rows = SnapshotRows(table, model, resident, remember=remember)
         self.observer = Observer(model.energies, metrics, fermi, self._total)
         self.facts = [self._facts(snapshot, pseudopotentials) for snapshot in table.snapshots]
@@ -106,7 +108,7 @@ class SnapshotMeasure:
         def ldos() -> Iterator[Tensor]:
             for inputs in self.rows.inputs(number, *facts.point_range):
                 outputs = model.network(inputs).to(torch.float64)
-                yield outputs * model.output_scale + model.output_shift
+                yield self.negative(outputs * model.output_scale + model.output_shift)
 
         with_reference = "total_energy_actual_fe" in self.observer.metrics
         return self.observer.observe(
