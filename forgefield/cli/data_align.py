@@ -62,7 +62,7 @@ def run(args: argparse.Namespace) -> int:
             progress=report,
         )
     for name, shift in alignment.shifts.items():
-        print(f"{name}: lowered by {shift * alignment.spacing:g} eV ({counted(shift, 'level')})")
+        print(f"{name}: lowered by {shift * alignment.spacing + 0.0:g} eV ({counted(shift, 'level')})")
     print(
         f"wrote {folder}: {counted(len(snapshots), 'snapshot')} in {time.monotonic() - begin:.1f} s\n"
         f"in a config:  data.train: {folder}\n              data.points.energies: {alignment.energies()}"

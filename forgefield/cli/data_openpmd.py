@@ -1,7 +1,7 @@
 """Copy snapshots to openPMD files (HDF5), which MALA reads.
 
 Each snapshot becomes NAME.in.h5 (descriptors, after three columns of coordinates) and NAME.out.h5 (LDOS), in 1/(eV*A^3) and
-with the calculation inside. Trainings read .npy and .h5 alike. Needs h5py.
+with the calculation inside. Trainings read .npy and .h5 alike.
 
 examples:
   forgefield data openpmd 'Be_snapshot*.in.npy' -o openpmd

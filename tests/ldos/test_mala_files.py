@@ -30,7 +30,6 @@ GRID = EnergyGrid(-6.0, 2.5, 9)
 
 
 def test_openpmd_files_of_mala_contain_values_and_calculation():
-    pytest.importorskip("h5py")
     (snapshot,) = find_snapshots({"inputs": str(FILES / "be0.in.h5"), "targets": str(FILES / "be0.out.h5")})
     inputs, targets = snapshot.read()
     assert np.array_equal(inputs, np.load(FILES / "be0.in.npy")[..., 3:].reshape(96, 5))
@@ -44,7 +43,6 @@ def test_openpmd_files_of_mala_contain_values_and_calculation():
 
 
 def test_descriptors_are_computed_from_the_structure_in_an_openpmd_file(tmp_path, monkeypatch):
-    pytest.importorskip("h5py")
     monkeypatch.setenv("FORGEFIELD_CACHE", str(tmp_path))
     make = input_maker({"type": "bispectrum", "twojmax": 2, "cutoff": 3.0})
     (snapshot,) = find_snapshots(
@@ -55,7 +53,6 @@ def test_descriptors_are_computed_from_the_structure_in_an_openpmd_file(tmp_path
 
 
 def test_snapshots_become_openpmd_files_with_the_same_content(tmp_path):
-    pytest.importorskip("h5py")
     assert main(["data", "openpmd", str(FILES / "be1.in.npy"), "-o", str(tmp_path)]) == 0
     (copy,), (original,) = find_snapshots(str(tmp_path)), find_snapshots(str(FILES / "be1.in.npy"))
     for found, stored in zip(copy.read(), original.read()):
@@ -66,9 +63,20 @@ def test_snapshots_become_openpmd_files_with_the_same_content(tmp_path):
     np.testing.assert_allclose(copy.info.coordinates_of_points(), np.load(FILES / "be1.in.npy")[..., :3], atol=1e-6)
 
 
+def test_arrays_that_cannot_become_openpmd_files_or_stores_are_named(tmp_path, capsys):
+    np.save(tmp_path / "rows.in.npy", np.ones((20, 4)))
+    (tmp_path / "rows.info.json").write_text('{"coordinates_in_inputs": false}')
+    for words, message in (
+        (["openpmd", str(tmp_path / "rows.in.npy"), "-o", str(tmp_path / "h5")], "rows: its points have no grid"),
+        (["convert", str(FILES / "be0.out.npy"), str(tmp_path / "x")], "forgefield data openpmd"),
+        (["align", str(FILES / "be0.out.npy"), "-o", str(tmp_path / "a"), "--first", "0", "--spacing", "0"], "above 0"),
+    ):
+        assert main(["data", *words]) == 2
+        assert message in capsys.readouterr().err
+
+
 @pytest.mark.parametrize("ending", [".npy", ".h5"])
 def test_cubes_of_two_windows_are_joined_as_mala_joins_them(tmp_path, ending):
-    pytest.importorskip("h5py")
     low, high, out = str(FILES / "low_*.cube"), str(FILES / "high_*.cube"), tmp_path / f"a.out{ending}"
     assert main(["data", "cubes", low, "--join", high, "-o", str(out), "--double"]) == 0
     (snapshot,) = find_snapshots(str(out), need=("targets",))

@@ -80,6 +80,8 @@ def align_snapshots(
     """
     if folder.exists():
         raise ForgefieldError(f"{folder} exists already; delete it or choose another name")
+    if not spacing > 0:
+        raise ForgefieldError(f"--spacing is the distance of levels in eV; it must be above 0, not {spacing:g}")
     means = _means(snapshots, progress)
     alignment = find_alignment(
         means, first=first, spacing=spacing, reference=reference, zero=zero, trim=trim, last=last

@@ -14,7 +14,6 @@ from typing import TYPE_CHECKING, Protocol
 import numpy as np
 
 from forgefield._version import __version__
-from forgefield.errors import ForgefieldError
 from forgefield.files import written_atomically
 from forgefield.ldos.data.info import SnapshotInfo
 from forgefield.ldos.data.openpmd import CELL, PSEUDOPOTENTIAL
@@ -69,10 +68,8 @@ def writing_grid(
             array.flush()
             del array
             return
-        try:
-            import h5py
-        except ImportError:
-            raise ForgefieldError(f"{path}: HDF5 files need the package h5py: pip install h5py") from None
+        import h5py
+
         with h5py.File(partial, "w") as file:
             yield _OpenPmdWriter(_write_layout(file, tuple(shape), np.dtype(dtype), quantity, info or SnapshotInfo()))
 
