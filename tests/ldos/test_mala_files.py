@@ -235,8 +235,11 @@ handler = mala.DataHandler(p)
 for part in ("tr", "va"):
     handler.add_snapshot("be1.in.h5", folder, "be1.out.h5", folder, part, snapshot_type="openpmd")
 handler.prepare_data()
+trained_on = handler.training_data_sets[0][:][1].numpy().copy()
+p.network.layer_sizes, p.running.max_number_epochs = [handler.input_dimension, 4, handler.output_dimension], 1
+mala.Trainer(p, mala.Network(p), handler).train_network()
 numpy.savez(f"{folder}/read.npz", inputs=inputs, ldos=target.local_density_of_states, voxel=numpy.array(target.voxel),
-            positions=target.atoms.positions, trained_on=handler.training_data_sets[0][:][1].numpy(),
+            positions=target.atoms.positions, trained_on=trained_on,
             numbers=[target.fermi_energy_dft, target.temperature, target.get_self_consistent_fermi_energy()])
 """
 
