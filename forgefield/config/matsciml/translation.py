@@ -89,8 +89,10 @@ def matsciml_translation(file: Path) -> Translation:
     config |= {"seed": seeds[-1]} if seeds and isinstance(seeds[-1], int) else {}
     task = _Task(task_call, file, notes)
     data, noise = _data(data_call, file, notes)
-    if task.cutoff is not None:
-        data.setdefault("cutoff", task.cutoff)
+    if task.cutoff is not None and data.setdefault("cutoff", task.cutoff) != task.cutoff:
+        notes[f"{task_call.name}.encoder_kwargs.cutoff"] = (
+            f"it is {task.cutoff:g} A, but edges end at {data['cutoff']:g} A, which is data.cutoff."
+        )
     if noise is not None:
         task.targets.setdefault("denoise", {})["sigma"] = noise
     if task.fields:

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 from ase.io import write
 
-import forgefield
+from forgefield.cli import main
 from forgefield.config.converting import convert_input
 from forgefield.config.loading import load_config
 from forgefield.config.matsciml import matsciml_translation
@@ -54,7 +54,7 @@ def file(tmp_path, monkeypatch) -> Path:
     return path
 
 
-def test_a_script_is_translated_and_trained_but_never_executed(file, tmp_path):
+def test_a_script_is_translated_and_trained_but_never_executed(file, tmp_path, capsys):
     translated = matsciml_translation(file)
     assert translated.config == {
         "name": "lips",
@@ -88,8 +88,11 @@ def test_a_script_is_translated_and_trained_but_never_executed(file, tmp_path):
     converted = tmp_path / "lips.yaml"
     convert_input(file, converted)
     assert load_config(converted).training == load_config(file).training
-    run = forgefield.train(file, "training.engine=eager", "training.tensorboard=0", "training.uncertainty=false")
-    assert (run.path / "run.json").exists()
+    assert (
+        main(["train", str(file), "training.engine=eager", "training.tensorboard=0", "training.uncertainty=false"]) == 0
+    )
+    assert (tmp_path / "runs" / "lips" / "run.json").exists()
+    assert "MatSciMLDataModule.dataset: files are recognised" in capsys.readouterr().out
     assert not (tmp_path / "executed").exists()
 
 
