@@ -302,7 +302,7 @@ def _find(
     aliases = {"plateau": "reducelronplateau", "cosine": "cosineannealinglr"}
     key = aliases.get(name.lower(), name.lower())
     if key not in classes:
-        names = [*additional, *sorted(value.__name__ for value in classes.values())]
+        names = list(dict.fromkeys([*additional, *sorted(value.__name__ for value in classes.values())]))
         raise ForgefieldError(
             f"{where}: unknown name '{name}'.{did_you_mean(name, names)} Available: {', '.join(names)}."
         )
