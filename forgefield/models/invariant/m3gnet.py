@@ -69,6 +69,7 @@ class M3GNet(MessagePassing[M3GNetOptions]):
 
     Options = M3GNetOptions
     presets = sizes(S=(2, 32), M=(3, 64), L=(4, 128))
+    readout_bias = False
 
     def __init__(
         self,

@@ -52,6 +52,7 @@ class TensorNet(MessagePassing[TensorNetOptions]):
 
     Options = TensorNetOptions
     presets = sizes(S=(2, 32), M=(2, 64), L=(2, 128))
+    readout_bias = False
 
     def make_layers(self, make: WeightArguments) -> list[nn.Module]:
         self.vector_dim = self.options.num_features

@@ -71,7 +71,7 @@ def peer_state(file: dict[str, np.ndarray], name: str) -> dict[str, np.ndarray]:
             state[f"layers.0.radial.{ours}.0"] = np.concatenate(parts).T
     for i in range(2):
         state[f"readout.weights.{i}"] = file[f"readout.{2 * i}.weight"].T
-        state[f"readout.biases.{i}"] = file[f"readout.{2 * i}.bias"]
+    state["readout.biases.0"] = file["readout.0.bias"]  # the last one cancels with that of the isolated atom
     return state
 
 
