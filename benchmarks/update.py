@@ -26,7 +26,7 @@ from forgefield.data.padding import blank_frames, sizes
 from forgefield.training.engines.graphs import StaticInputs
 from forgefield.training.optim import captured_update
 from forgefield.training.optim.averages import WeightAverage
-from forgefield.training.optim.captured_update import CapturedUpdate
+from forgefield.training.optim.captured_update import CapturedOptimiser
 
 STEPS, MANY, CLIP = 20, 40, 1.0
 """Compared; captured in one graph; largest norm of a gradient."""
@@ -61,10 +61,10 @@ class Case:
                 self.average.update()
         return self.results()
 
-    def captured(self, kernel: bool) -> CapturedUpdate:
+    def captured(self, kernel: bool) -> CapturedOptimiser:
         """The same by a captured update. kernel: ours, or torch's fused ones."""
         with nullcontext() if kernel else mock.patch.object(captured_update, "adam_step", return_value=None):
-            update = CapturedUpdate(self.optimiser, self.average)
+            update = CapturedOptimiser(self.optimiser, self.average)
             update.clip = (self.clip, "norm")
             for step in range(STEPS):
                 self.bring(step)

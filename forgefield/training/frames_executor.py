@@ -26,7 +26,7 @@ from forgefield.training.executor import StepExecutor
 from forgefield.training.module import LossMeter, TrainingModule, sums_of_rank
 from forgefield.training.optim import trainable
 from forgefield.training.optim.averages import StochasticAverage, WeightAverage
-from forgefield.training.optim.captured_update import CapturedUpdate
+from forgefield.training.optim.captured_update import CapturedOptimiser
 from forgefield.training.optim.optimisers import Parameters, build_optimiser
 from forgefield.training.optim.update import capture_refusal
 from forgefield.training.options import TrainingOptions, measures_maxima
@@ -96,7 +96,7 @@ class FramesExecutor(StepExecutor[Batch, Batch], ProbedModule):
         self.shapes = shapes
         self.weighting = build_weighting(options.weighting, task, options.optimizer)
         self._eager = Engine(self._step_function("double"))
-        self._update: CapturedUpdate | None = None
+        self._update: CapturedOptimiser | None = None
         self._splits_batches = options.memory.parts > 1 or options.memory.split
         self._evaluation_is_checked = False
         self._steps_averaged = 0
@@ -215,7 +215,7 @@ class FramesExecutor(StepExecutor[Batch, Batch], ProbedModule):
             self._eager.function.c_code = inner.function.c_code
         if isinstance(inner, GraphsEngine):
             optimiser = self.module.trainer.optimizers[0]
-            self._update = CapturedUpdate(optimiser, self.ema, static_gradients=lambda: self.keeps_gradients)
+            self._update = CapturedOptimiser(optimiser, self.ema, static_gradients=lambda: self.keeps_gradients)
         memory = self.options.memory
         return MemoryLimitedEngine(inner, parts=memory.parts, split=memory.split, notify=self.notify)
 
