@@ -15,7 +15,6 @@ import copy
 import time
 from collections.abc import Callable
 from contextlib import nullcontext
-from functools import partial
 from unittest import mock
 
 import torch
@@ -116,8 +115,8 @@ def show_updates(name: str, potential: nn.Module) -> None:
                 update = case.captured(kernel)
                 found = zip(case.results(), expected)
                 differs = max(float((a.double() - b).abs().max() / b.abs().max().clamp(min=1e-30)) for a, b in found)
-                ((_, step),) = update._graphs.values()
-                taken = microseconds(step.launch if step is not None else partial(update._update, update._rates))
+                step = update._kernel() if kernel else None
+                taken = microseconds(update.launch if step is None else step.launch)
                 host = host_microseconds(update.step)
                 way = "kernel" if kernel else "torch"
                 print(f"{words:28} {way:7} {taken:7.2f} us, host {host:6.1f} us, differs {differs:.1e}", flush=True)
