@@ -20,7 +20,7 @@ from forgefield.tasks.metrics import ErrorMetrics
 from forgefield.tasks.task import Task
 from forgefield.training.engines.choose import EngineStarter, table_knots
 from forgefield.training.engines.engine import Engine, MemoryLimitedEngine, raise_memory_error
-from forgefield.training.engines.graphs import GraphsEngine
+from forgefield.training.engines.graphs import FrameSteps, GraphsEngine
 from forgefield.training.engines.step import Measured, StepFunction
 from forgefield.training.executor import StepExecutor
 from forgefield.training.module import LossMeter, TrainingModule, sums_of_rank
@@ -180,6 +180,36 @@ class FramesExecutor(StepExecutor[Batch, Batch], ProbedModule):
         counts = counts if denominators is None else denominators()
         weights = self.task.configured_weights_on(sums.device)
         return step.loss + self.weighting.loss(sums * self.module.ranks.world_size, counts, weights)
+
+    def whole_step(self, batch: Batch) -> Tensor | None:
+        steps = self._whole_steps()
+        if steps is None or not steps.can_run:
+            return None
+        try:
+            with self.module.precision.applied(self.module.precision_now):
+                loss = steps.run(batch)
+        except Exception as error:
+            raise_memory_error(error, batch)
+            raise
+        self.module.precision.require_effect(self.module.precision_now)
+        self._batch, self.task_loss = batch, loss
+        return loss
+
+    def _whole_steps(self) -> FrameSteps | None:
+        """Steps that are captured with their updates; None if something has to be done between the two, or is done to
+        batches or losses of single steps."""
+        update, module = self._update, self.module
+        if update is None or self.weighting is not None or module.exchange is not None or not self.keeps_gradients:
+            return None
+        assert isinstance(self.engine, MemoryLimitedEngine)
+        assert isinstance(self.engine.inner, GraphsEngine)
+        if vars(update.optimiser).get("step") != update.step:  # it was replaced
+            return None
+        engine, trainer = self.engine.inner, module.trainer
+        if engine.steps is None:
+            engine.steps = FrameSteps(engine, update, (module.train_loss, self.train_errors))
+        self.clips_gradients(trainer.gradient_clip_val, trainer.gradient_clip_algorithm)
+        return engine.steps
 
     def eager_loss(self, batch: Batch) -> Tensor:
         with self.module.precision.applied(self.module.precision_now):

@@ -8,7 +8,7 @@ stored in checkpoints, because the two round differently.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 
 import torch
 from torch import Tensor
@@ -155,7 +155,10 @@ class GraphsEngine:
     ) -> None:
         self.inner, self.points, self.fuses, self.notify = inner, points, fuses, notify
         self.choices = dict(choices or {})
-        self.steps = CapturedSteps(self, CapturedUpdate(inner.update, n))
+        self.n = n
+        self._lengths = [*(n // 4**power for power in range(8) if n // 4**power > 1), 1]
+        """Numbers of steps of graphs."""
+        self.steps: CapturedSteps[int] = CapturedSteps(self, CapturedUpdate(inner.update, n))
         device, dtype = inner.device, inner.model.dtype
         self.sums = torch.zeros(inner.task.n_levels, dtype=torch.float64, device=device)
         self._gathers_rows = inner.resident is not None and inner.resident.rows.device == device
@@ -234,11 +237,11 @@ class GraphsEngine:
     def _is_faster(self, fused: FusedStep, length: int) -> bool:
         """Whether fused kernels are faster, measured by replays of both kinds of steps on the points of the next graph.
         PyTorch's steps must be faster by a margin, so that noise does not decide."""
-        length = self.steps.longest(min(length, TIMED))
+        length = self._longest(min(length, TIMED))
         times = []
         for candidate in (fused, None):
             self._fused = candidate
-            self.steps.capture(length)
+            self.steps.capture(length, length)
             times.append(1e6 * self.steps.seconds(length) / length)
         faster = times[0] < MARGIN * times[1]
         self.notify(
@@ -251,12 +254,16 @@ class GraphsEngine:
         """Number of steps of the next graph: full steps without terms, with equal numbers of points over all ranks; otherwise
         1."""
         n_equal = 0
-        for number in range(first, min(first + self.steps.update.n, len(block))):
+        for number in range(first, min(first + self.n, len(block))):
             due = self.inner.terms is not None and self.inner.task.due(step + number - first)
             if due or block.local[number] != self.points or block.totals[number] != block.totals[first]:
                 break
             n_equal += 1
-        return self.steps.longest(n_equal)
+        return self._longest(n_equal)
+
+    def _longest(self, n: int) -> int:
+        """Number of steps of the longest graph of at most `n` steps, or 1."""
+        return next((length for length in self._lengths if length <= n), 1)
 
     def _write(self, block: Block, rows: Tensor | None, first: int, length: int) -> None:
         """Write points and factors of the next steps to the tensors that captured steps read."""
@@ -286,13 +293,13 @@ class GraphsEngine:
         else:
             numbers = fused.adam.numbers(rates, shares)
             self._numbers[:length].copy_(numbers.pin_memory() if self.steps.captures else numbers, non_blocking=True)
-        self.steps.run(length)
+        self.steps.run(length, length)
         if fused is not None and fused.adam is not None:
             fused.adam.count(length)
 
     # ---- the work of captured steps
 
-    def launch(self, length: int, number: int) -> Sequence[Tensor] | None:
+    def launch(self, length: int, number: int) -> bool:
         """A single step weights its points, some of which may be padding."""
         inner, fused = self.inner, self._fused
         weight = self._weight if length == 1 else None
@@ -302,11 +309,14 @@ class GraphsEngine:
             rows, index = inner.resident.rows, self._rows[number]
         if fused is not None:
             fused(rows, index, self._factor, weight, None if fused.adam is None else self._numbers[number])
-            return fused.gradients if fused.adam is None else None
+            if fused.adam is None:
+                inner.update.use(fused.gradients)
+            return fused.adam is None
         if self._gathers_rows:
             rows = rows.index_select(0, index)
         self.sums += inner.gradient(*inner.layout.split(rows), self._factor, weight)
-        return inner.gradient.gradients
+        inner.update.use(inner.gradient.gradients)
+        return True
 
     def changed(self) -> list[Tensor]:
         return [self.sums, *([] if self._fused is None else [self._fused.sums])]

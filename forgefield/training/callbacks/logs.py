@@ -175,6 +175,8 @@ class TensorBoardLog(ObservesSteps):
         self.from_step = from_step
         self._writer: SummaryWriter | None = None
         self._gradients: dict[str, torch.Tensor] = {}
+        if level < 2:  # gradients are not read, so that updates may be captured together with them
+            vars(self)["on_before_optimizer_step"] = None
 
     @property
     def writer(self) -> SummaryWriter | None:

@@ -8,9 +8,9 @@ capture; capturing changes nothing, because everything that the warm-up changes 
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Hashable, Iterator
 from contextlib import contextmanager
-from typing import Protocol
+from typing import TYPE_CHECKING, Generic, Protocol, TypeVar
 
 import torch
 from torch import Tensor
@@ -19,16 +19,22 @@ from forgefield.errors import ForgefieldError
 from forgefield.inference.capture import Replays
 from forgefield.training.optim.captured_update import CapturedUpdate, constant_settings
 
+if TYPE_CHECKING:
+    from torch.cuda.graphs import _POOL_HANDLE
+
+    from forgefield.kernels.step.update import AdamStep
+
 WARM_UPS = 3
 """Executions of the steps before they are captured."""
+K = TypeVar("K", bound=Hashable, contravariant=True)
 
 
-class StepWork(Protocol):
+class StepWork(Protocol[K]):
     """The part of captured steps that depends on the kind of samples."""
 
-    def launch(self, length: int, number: int) -> Sequence[Tensor] | None:
-        """Launch step `number` of a graph of `length` steps: its gradient, and the sums of its loss and errors. Returns the
-        gradients; None if the weights have been updated as well."""
+    def launch(self, key: K, number: int) -> bool:
+        """Launch the gradient of step `number` of the graph of a key, set `grad` of the weights, and add to the sums of the loss
+        and of errors. Returns whether the update is still to be done."""
         ...
 
     def changed(self) -> list[Tensor]:
@@ -36,42 +42,44 @@ class StepWork(Protocol):
         ...
 
     def refresh(self) -> None:
-        """Called after weights were changed outside of captured steps."""
+        """Called after weights were changed outside of this work."""
         ...
 
 
-class CapturedSteps:
-    """Steps of `work` with an update, captured in graphs of 1, n, n // 4, n // 16, ... of them. n: of `update`."""
+class CapturedSteps(Generic[K]):
+    """Steps of `work` with an update, in one graph for each key: steps of a size, or a number of steps.
 
-    def __init__(self, work: StepWork, update: CapturedUpdate) -> None:
+    pool: memory that the graphs share, from `shared_pool`.
+    """
+
+    def __init__(self, work: StepWork[K], update: CapturedUpdate, pool: _POOL_HANDLE | None = None) -> None:
         self.work, self.update = work, update
-        self.lengths: list[int] = [*(n for power in range(8) if (n := update.n // 4**power) > 1), 1]
-        """Numbers of steps of graphs."""
-        self._graphs: Replays[None] = Replays(update.device, warm_ups=WARM_UPS)
+        self._graphs: Replays[None] = Replays(update.device, warm_ups=WARM_UPS, pool=pool)
+        self._kernels: dict[K, AdamStep | None] = {}
+        """Kernels that graphs refer to."""
         self._settings = constant_settings(update.optimiser)
 
     @property
     def captures(self) -> bool:
         return self._graphs.captures
 
-    def longest(self, n: int) -> int:
-        """Number of steps of the longest graph of at most `n` steps."""
-        return max(length for length in self.lengths if length <= max(n, 1))
+    def run(self, key: K, n: int = 1) -> None:
+        """Execute the `n` steps of a graph, whose inputs are in place."""
+        if key not in self._graphs:
+            self.capture(key, n)
+        self._graphs.run(key)
 
-    def run(self, length: int) -> None:
-        """Execute `length` steps, whose inputs are in place."""
-        if length not in self._graphs:
-            self.capture(length)
-        self._graphs.run(length)
-
-    def capture(self, length: int) -> None:
-        """Capture a graph of `length` steps, in place of an earlier one."""
+    def capture(self, key: K, n: int = 1) -> None:
+        """Capture the `n` steps of a graph, in place of an earlier one."""
         with self.state_restored():
-            self._graphs.add(length, lambda: self._launch(length))
+            self._graphs.add(key, lambda: self._launch(key, n))
+            if self.captures:
+                self._kernels[key] = self.update.bind()
 
     def reset(self) -> None:
         """Discard what was captured."""
         self._graphs.clear()
+        self._kernels.clear()
 
     def require_same_settings(self) -> None:
         """Raise ForgefieldError if a setting that captured steps contain has been changed."""
@@ -82,14 +90,14 @@ class CapturedSteps:
                 "CyclicLR training.scheduler.cycle_momentum=false."
             )
 
-    def seconds(self, length: int, repeats: int = 4) -> float:
+    def seconds(self, key: K, repeats: int = 4) -> float:
         """Shortest time of several replays on a GPU, which change nothing."""
         times: list[float] = []
         with self.state_restored():
             for _ in range(repeats):
                 start, stop = (torch.cuda.Event(enable_timing=True) for _ in range(2))
                 start.record()
-                self._graphs.run(length)
+                self._graphs.run(key)
                 stop.record()
                 stop.synchronize()
                 times.append(1e-3 * start.elapsed_time(stop))
@@ -97,12 +105,14 @@ class CapturedSteps:
 
     @contextmanager
     def state_restored(self) -> Iterator[None]:
-        """Restore at the end what steps change: weights, averages, the state of the optimiser, sums."""
+        """Restore at the end what steps change: weights, averages, the state of the optimiser, sums, the state of random
+        numbers."""
         update = self.update.update
         tensors = [*update.changed(), *self.work.changed()]
         before, calls = [tensor.detach().clone() for tensor in tensors], update.calls
         try:
-            yield
+            with torch.random.fork_rng(devices=[self.update.device] if self.captures else []):
+                yield
         finally:
             if self.captures:
                 torch.cuda.synchronize()  # after an error another stream may still be writing
@@ -112,12 +122,9 @@ class CapturedSteps:
             update.calls = calls
             self.work.refresh()
 
-    def _launch(self, length: int) -> None:
+    def _launch(self, key: K, n: int) -> None:
         """What is captured."""
-        for number in range(length):
-            gradients = self.work.launch(length, number)
-            if gradients is None:
-                continue
-            self.update.update.use(gradients)
-            self.update.launch(number)
-            self.work.refresh()
+        for number in range(n):
+            if self.work.launch(key, number):
+                self.update.launch(number)
+                self.work.refresh()

@@ -9,9 +9,9 @@ share one memory pool, because only one of them runs at a time.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from itertools import compress
-from typing import TYPE_CHECKING, TypeVar
+from typing import TYPE_CHECKING, Protocol, TypeVar
 
 import torch
 from torch import Tensor
@@ -22,8 +22,10 @@ from forgefield.errors import ForgefieldError
 from forgefield.inference.capture import Replays, shared_pool
 from forgefield.kernels.core.runtime import can_launch, joined
 from forgefield.kernels.step.copies import Copies
+from forgefield.training.engines.captured import CapturedSteps
 from forgefield.training.engines.engine import Denominators, Engine, Step
 from forgefield.training.engines.step import Differentiated, Measured
+from forgefield.training.optim.captured_update import CapturedUpdate
 
 if TYPE_CHECKING:
     from torch.cuda.graphs import _POOL_HANDLE
@@ -156,10 +158,14 @@ class GraphsEngine(Engine):
         self.evaluation_plan = functools.cache(evaluation_plan)
         self.cutoff = inner.function.potential.adaptive_cutoff or inner.function.potential.cutoff
         device = next(inner.function.potential.parameters()).device
-        pool = shared_pool(device)
-        self._captured: _BatchReplays[Differentiated] = _BatchReplays(device, pool)
-        self._evaluations: _BatchReplays[Measured] = _BatchReplays(device, pool)
+        self.steps: FrameSteps | None = None
+        """Whole steps, if they are captured as well."""
+        self.pool = shared_pool(device)
+        self._captured: _BatchReplays[Differentiated] = _BatchReplays(device, self.pool)
+        self._evaluations: _BatchReplays[Measured] = _BatchReplays(device, self.pool)
         self._captures_evaluation = True
+        self._announced: set[Size] = set()
+        """Sizes whose capture was reported."""
         self._latest: Differentiated | None = None
 
     @property
@@ -174,8 +180,8 @@ class GraphsEngine(Engine):
         values = None if denominators is None else denominators()
         size = self.plan.fit(*sizes(batch))
         if size not in self._captured:
-            self.notify(f"Capturing the step for {size.frames} frames, {size.atoms} atoms, {size.edges} edges.")
-            self._capture(self._captured, size, batch, values, self._differentiated, self._with_strides_of_weights)
+            inputs = self.inputs_for_step(size, batch, values)
+            self._capture(self._captured, size, inputs, self.differentiated)
         self._latest = self._captured.run_on(size, batch, values)
         return self._latest
 
@@ -189,7 +195,8 @@ class GraphsEngine(Engine):
         size = self.evaluation_plan().fit(*sizes(batch))
         if self._captures_evaluation and size not in self._evaluations:
             try:
-                self._capture(self._evaluations, size, batch, None, lambda inputs: self.inner.evaluate(inputs.batch))
+                inputs = self._inputs_for(size, batch, None)
+                self._capture(self._evaluations, size, inputs, lambda inputs: self.inner.evaluate(inputs.batch))
             except ForgefieldError as error:
                 self._captures_evaluation = False
                 self.notify(f"Validation is not captured, and slower for that: {error}")
@@ -201,10 +208,14 @@ class GraphsEngine(Engine):
     def reset(self) -> None:
         self._captured.clear()
         self._evaluations.clear()
+        self._announced.clear()
+        if self.steps is not None:
+            self.steps.reset()
         self.inner.reset()
 
-    def _differentiated(self, inputs: StaticInputs) -> Differentiated:
-        return self.inner.differentiate(inputs.batch, inputs.get_denominators)
+    def differentiated(self, inputs: StaticInputs) -> Differentiated:
+        """The gradients of a step on static inputs, not replayed."""
+        return self._with_strides_of_weights(self.inner.differentiate(inputs.batch, inputs.get_denominators))
 
     def _with_strides_of_weights(self, result: Differentiated) -> Differentiated:
         """The result with gradients that have the memory layout of their weights, which fused optimisers require."""
@@ -217,15 +228,26 @@ class GraphsEngine(Engine):
         return result._replace(gradients=gradients)
 
     def _capture(
-        self,
-        replays: _BatchReplays[R],
-        size: Size,
-        like: Batch,
-        denominators: Tensor | None,
-        compute: Callable[[StaticInputs], R],
-        finish: Callable[[R], R] = lambda result: result,
+        self, replays: _BatchReplays[R], size: Size, inputs: StaticInputs, compute: Callable[[StaticInputs], R]
     ) -> None:
-        """Capture `compute` for batches padded to `size`, with the batch `like` in place. finish: applied to its result."""
+        """Capture `compute` for batches padded to `size`."""
+
+        def load_and_compute() -> R:
+            with joined():
+                inputs.launch()
+                return compute(inputs)
+
+        replays.add(size, load_and_compute, warm_up=lambda: compute(inputs))
+        replays.inputs[size] = inputs
+
+    def inputs_for_step(self, size: Size, like: Batch, denominators: Tensor | None) -> StaticInputs:
+        """Inputs of captured steps, with the batch `like` in place."""
+        if size not in self._announced:
+            self._announced.add(size)
+            self.notify(f"Capturing the step for {size.frames} frames, {size.atoms} atoms, {size.edges} edges.")
+        return self._inputs_for(size, like, denominators)
+
+    def _inputs_for(self, size: Size, like: Batch, denominators: Tensor | None) -> StaticInputs:
         blank = blank_frames(
             like,
             frames=size.frames,
@@ -238,11 +260,96 @@ class GraphsEngine(Engine):
         inputs = StaticInputs(blank, denominators)
         inputs.load(like, denominators)
         inputs.launch()
+        return inputs
 
-        def load_and_compute() -> R:
-            with joined():
-                inputs.launch()
-                return finish(compute(inputs))
 
-        replays.add(size, load_and_compute, warm_up=lambda: compute(inputs))
-        replays.inputs[size] = inputs
+class Sums(Protocol):
+    """Accumulated sums of a loss or of errors."""
+
+    sums: Tensor
+
+
+class FrameSteps:
+    """Whole steps of an engine, in one graph for each size of batches: the gradient, sums of the loss and of errors, and the
+    update. Nothing can be done between gradient and update.
+
+    meters: to which sums and errors are added, in this order.
+    """
+
+    def __init__(self, engine: GraphsEngine, update: CapturedUpdate, meters: Sequence[Sums]) -> None:
+        self.engine, self.update, self.meters = engine, update, meters
+        self.steps: CapturedSteps[Size] = CapturedSteps(self, update, engine.pool)
+        self._inputs: dict[Size, StaticInputs] = {}
+        self._results: dict[Size, Differentiated] = {}
+        self._sums: list[Tensor] = []
+        """The accumulators that captured steps add to."""
+        self._settings: tuple[object, ...] = ()
+        self._has_states = False
+
+    @property
+    def can_run(self) -> bool:
+        """Whether the optimiser has its state, which it creates in its first step, and the groups that it had then."""
+        optimiser = self.update.optimiser
+        if not self._has_states:
+            weights = [
+                weight for group in optimiser.param_groups for weight in group["params"] if weight.grad is not None
+            ]
+            self._has_states = bool(weights) and all(weight in optimiser.state for weight in weights)
+        return self._has_states and len(optimiser.param_groups) == len(self.update.rates)
+
+    def run(self, batch: Batch) -> Tensor:
+        """Take a step; returns the loss, which the next step overwrites."""
+        size = self.engine.plan.fit(*sizes(batch))
+        settings = self.update.settings()
+        if settings != self._settings:
+            self._settings = settings
+            self.reset()
+        if size not in self._inputs:
+            self._inputs[size] = self.engine.inputs_for_step(size, batch, None)
+        self._use_accumulators()
+        self._inputs[size].load(batch, None)
+        self.update.write([[group["lr"] for group in self.update.optimiser.param_groups]], self.update.next_shares(1))
+        self.steps.run(size)
+        self._assign(self._results[size])
+        return self._results[size].loss
+
+    def _use_accumulators(self) -> None:
+        """Let the meters add to the tensors of captured steps."""
+        if not self._sums:
+            device = self.update.device
+            self._sums = [torch.empty_like(meter.sums, device=device) for meter in self.meters]
+        for meter, sums in zip(self.meters, self._sums):
+            if meter.sums is not sums:  # it was reset, or has added a batch in another way
+                sums.copy_(meter.sums)
+                meter.sums = sums
+
+    def reset(self) -> None:
+        """Discard what was captured."""
+        self.steps.reset()
+        self._inputs.clear()
+        self._results.clear()
+
+    def _assign(self, result: Differentiated) -> None:
+        """Set `grad` of the weights, if it is not that of this result already: a replay sets nothing."""
+        pairs = list(zip(self.engine.function.trained_weights(), result.gradients))
+        if any(weight.grad is not gradient for weight, gradient in pairs):
+            for weight, gradient in pairs:
+                weight.grad = gradient
+
+    # ---- the work of captured steps
+
+    def launch(self, key: Size, number: int) -> bool:
+        inputs = self._inputs[key]
+        with joined():
+            inputs.launch()
+            result = self._results[key] = self.engine.differentiated(inputs)
+        for sums, measured in zip(self._sums, result.measured):
+            sums.add_(measured)
+        self._assign(result)
+        return True
+
+    def changed(self) -> list[Tensor]:
+        return self._sums
+
+    def refresh(self) -> None:
+        """Weights have no copies here."""

@@ -122,10 +122,13 @@ class CapturedUpdate:
     """The update of up to `n` captured steps, whose learning rates and shares of the average are on the device.
 
     On a CPU it is executed, with the same numbers.
+
+    by_kernel: whether Adam and AdamW in float32 are one kernel (for n = 1), which clips gradients as it reads them: `grad`
+    itself is not clipped.
     """
 
-    def __init__(self, update: Update, n: int = 1) -> None:
-        self.update, self.n = update, n
+    def __init__(self, update: Update, n: int = 1, *, by_kernel: bool = False) -> None:
+        self.update, self.n, self.by_kernel = update, n, by_kernel
         self.optimiser, self.average = update.optimiser, update.average
         parameters = [group["params"][0] for group in update.optimiser.param_groups]
         self.device: torch.device = parameters[0].device
@@ -134,6 +137,15 @@ class CapturedUpdate:
         self.shares = torch.zeros(n, dtype=parameters[0].dtype, device=self.device)
         self._written: list[list[float]] = [[] for _ in range(len(parameters) + 1)]
         """Present values of the rates and the shares on the device."""
+        self._kernel: AdamStep | None = None
+
+    @property
+    def clip(self) -> Clip:
+        return self.update.clip
+
+    @clip.setter
+    def clip(self, clip: Clip) -> None:
+        self.update.clip = clip
 
     def make_capturable(self) -> None:
         """Prepare the optimiser for captured steps."""
@@ -161,18 +173,46 @@ class CapturedUpdate:
 
     @torch.no_grad()
     def launch(self, number: int = 0) -> None:
-        """Update the weights with the present gradients and the numbers of step `number`."""
+        """Update the weights with the present gradients and the numbers of step `number`. In a capture, `prepare` comes
+        before, with other gradients of the same shapes, and `bind` afterwards."""
+        if not (self.device.type == "cuda" and torch.cuda.is_current_stream_capturing()):
+            self.prepare()
+        if self._kernel is not None:
+            self._kernel.launch()
+            return
         rates: Sequence[float | Tensor] = [rates[number] for rates in self.rates]
         if self.device.type != "cuda":  # optimisers read their rates on the host
             rates = [values[number] for values in self._written[:-1]]
         self.update(rates, self.shares[number])
 
+    def prepare(self) -> None:
+        """Decide whether the kernel is used, and compile it."""
+        value, algorithm = self.clip
+        clip = ("value" if algorithm == "value" else "norm", float(value)) if value else None
+        rates = [rates[0] for rates in self.rates]
+        self._kernel = None
+        if self.by_kernel:
+            self._kernel = adam_step(self.optimiser, rates, self.average, self.shares[0], clip)
+        if self._kernel is not None:
+            self._kernel.compile()
+
+    def bind(self) -> AdamStep | None:
+        """Let the kernel, if it was captured, read the present gradients. The graph needs it as long as it exists."""
+        if self._kernel is not None:
+            self._kernel.bind(list(_weights(self.optimiser, self.average)))
+        return self._kernel
+
+    def settings(self) -> tuple[object, ...]:
+        """Everything that is constant in a graph, except addresses of gradients."""
+        found_inf = found_inf_of(self.optimiser)
+        return constant_settings(self.optimiser), self.clip, None if found_inf is None else found_inf.data_ptr()
+
 
 class CapturedOptimiser(CapturedUpdate):
     """Replaces the `step` of an optimiser that can be captured (`capture_refusal`), which Lightning calls.
 
-    Adam and AdamW in float32 are one kernel, which clips gradients as it reads them: `grad` itself is not clipped. Callbacks
-    have to read gradients before the step. The update is captured again after a change of any setting but learning rates.
+    Callbacks have to read gradients before the step. The update is captured again after a change of any setting but learning
+    rates.
 
     average: updated with the weights, if any.
     static_gradients: whether gradients are in the same tensors in every step; if not, they are copied to such tensors first.
@@ -185,23 +225,15 @@ class CapturedOptimiser(CapturedUpdate):
         *,
         static_gradients: Callable[[], bool] = lambda: True,
     ) -> None:
-        super().__init__(Update(optimiser, average, clip=(None, None), reduce=None))
+        super().__init__(Update(optimiser, average, clip=(None, None), reduce=None), by_kernel=True)
         self.static_gradients = static_gradients
         self._copies: dict[Tensor, Tensor] = {}
         """Copies of gradients that are not static, by weight."""
         self._graphs: Replays[None] = Replays(self.device)
         """By the addresses of gradients, which differ between sizes of steps."""
-        self._settings = self._current_settings()
+        self._settings = self.settings()
         self.make_capturable()
         vars(optimiser)["step"] = self.step
-
-    @property
-    def clip(self) -> Clip:
-        return self.update.clip
-
-    @clip.setter
-    def clip(self, clip: Clip) -> None:
-        self.update.clip = clip
 
     def step(self, closure: Callable[[], T] | None = None) -> T | None:
         """One step, as `torch.optim.Optimizer.step`."""
@@ -250,25 +282,14 @@ class CapturedOptimiser(CapturedUpdate):
 
     def _captured(self) -> tuple[int | None, ...]:
         """Key of the graph for the present gradients."""
-        settings = self._current_settings()
+        settings = self.settings()
         if settings != self._settings:
             self._settings = settings
             self._graphs.clear()
         groups = self.optimiser.param_groups
         key = tuple(None if p.grad is None else p.grad.data_ptr() for group in groups for p in group["params"])
         if key not in self._graphs:
-            kernel = self._kernel()
-            if kernel is not None:
-                kernel.compile()
+            self.prepare()
+            kernel = self._kernel
             self._graphs.add(key, self.launch if kernel is None else kernel.launch)
         return key
-
-    def _kernel(self) -> AdamStep | None:
-        value, algorithm = self.clip
-        clip = ("value" if algorithm == "value" else "norm", float(value)) if value else None
-        return adam_step(self.optimiser, [rates[0] for rates in self.rates], self.average, self.shares[0], clip)
-
-    def _current_settings(self) -> tuple[object, ...]:
-        """Everything that is constant in a graph, except addresses of gradients."""
-        found_inf = found_inf_of(self.optimiser)
-        return constant_settings(self.optimiser), self.clip, None if found_inf is None else found_inf.data_ptr()

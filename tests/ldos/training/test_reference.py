@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import nullcontext
 from dataclasses import replace
 from functools import partial
 from types import SimpleNamespace
@@ -145,7 +146,7 @@ def test_kernels_that_cannot_be_timed_leave_everything_as_it_was_to_torch(monkey
     engine.run(block(1), 0, lambda: [0.1])
     before = [p.detach().clone() for p in engine.inner.model.parameters()]
 
-    def breaks(steps: CapturedSteps, length: int) -> None:
+    def breaks(steps: CapturedSteps, key: int, n: int) -> None:
         with steps.state_restored():
             for parameter in engine.inner.model.parameters():
                 parameter.data.zero_()
@@ -154,6 +155,7 @@ def test_kernels_that_cannot_be_timed_leave_everything_as_it_was_to_torch(monkey
     monkeypatch.setattr(CapturedSteps, "capture", breaks)
     monkeypatch.setattr(CapturedSteps, "captures", True)
     monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
+    monkeypatch.setattr(torch.random, "fork_rng", lambda devices: nullcontext())
     monkeypatch.setattr(engines, "current_factor_dtype", lambda: torch.float32)
     engine._choose(4)
     assert engine._fused is None
@@ -170,8 +172,8 @@ def test_gradients_are_found_where_a_replay_left_them(monkeypatch):
     engine.run(block(1), 0, lambda: [0.1])
     steps, parameters = CapturedSteps.run, list(engine.inner.model.parameters())
 
-    def replayed(captured: CapturedSteps, length: int) -> None:
-        steps(captured, length)
+    def replayed(captured: CapturedSteps, key: int, n: int) -> None:
+        steps(captured, key, n)
         engine.inner.update.use(engine.inner.gradient.gradients)
 
     monkeypatch.setattr(CapturedSteps, "run", replayed)
