@@ -33,7 +33,7 @@ class StepWork(Protocol[K]):
     """The part of captured steps that depends on the kind of samples."""
 
     def launch(self, key: K, number: int) -> bool:
-        """Launch the gradient of step `number` of the graph of a key, set `grad` of the weights, and add to the sums of the loss
+        """Launch the gradient of step `number` of the graph of a key, set `grad` of the weights, and add to the sums of loss
         and of errors. Returns whether the update is still to be done."""
         ...
 
