@@ -228,6 +228,8 @@ class FrameLoader:
 
     def own_frames(self, batch: int) -> int:
         """How many real frames this rank has in that batch; 0 where it only keeps step with the others."""
+        if self.world_size == 1:
+            return self.position(batch + 1) - self.position(batch)
         first_batch, plan = self._rest_of_epoch()
         return plan.n_frames_of_rank(batch - first_batch, self.rank)
 

@@ -34,6 +34,8 @@ from forgefield.training.trainer import callbacks_of, is_quick
 if TYPE_CHECKING:
     from torch.utils.tensorboard import SummaryWriter
 
+WRITTEN_EVERY_S = 1.0
+"""Time after which the losses of steps are written to TensorBoard."""
 WRITTEN_AFTER = 5
 """Batches of an epoch after which events of the epoch before are written."""
 _TIMING = ("seconds", "frames", "atoms", "frames_per_second", "atoms_per_second")
@@ -259,7 +261,8 @@ def tensorboard_writers(trainer: L.Trainer) -> list[SummaryWriter]:
 class StepLog(ObservesSteps):
     """Logs the loss and the learning rate of single steps.
 
-    A loss is copied to the host without waiting for the device, and written when it has arrived.
+    A loss is copied to the host without waiting for the device, and written when it has arrived: to TensorBoard once a second,
+    because its thread takes Python's lock for every event.
 
     settings: the resolved config, which is logged as hyperparameters.
     tensorboard: whether the run writes TensorBoard events; the same on all ranks.
@@ -282,7 +285,7 @@ class StepLog(ObservesSteps):
     ) -> None:
         step, every = trainer.global_step, int(vars(trainer)["log_every_n_steps"])
         before, self._seen = self._seen, step
-        if self._waiting:
+        if self._waiting and (trainer.loggers or time.time() > self._waiting[0].time + WRITTEN_EVERY_S):
             self._write(trainer, only_arrived=True)
         if not (self.tensorboard or trainer.loggers) or not every or not isinstance(outputs, Mapping):
             return
@@ -293,13 +296,13 @@ class StepLog(ObservesSteps):
         if trainer.is_global_zero:
             rate, epoch = current_learning_rate(trainer.optimizers[0]), trainer.current_epoch
             self._waiting.append(_LoggedStep(step, epoch, rate, loss.detach()))
-            self._write(trainer, only_arrived=True)
 
     def on_save_checkpoint(self, trainer: L.Trainer, pl_module: L.LightningModule, checkpoint: dict[str, Any]) -> None:
         self._write(trainer)
 
     def on_train_epoch_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        self._write(trainer, only_arrived=True)
+        if trainer.loggers:  # they need steps in order
+            self._write(trainer, only_arrived=True)
 
     def on_train_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         self._write(trainer)
