@@ -52,7 +52,7 @@ from forgefield.training.engines.graphs import GraphsEngine
 from forgefield.training.engines.script import ScriptEngine
 from forgefield.training.engines.step import DERIVATIVES, StepFunction
 from forgefield.training.engines.verify import require_equal
-from forgefield.training.optim.captured_update import CapturedOptimiser
+from forgefield.training.optim.captured_optimiser import CapturedOptimiser
 from forgefield.training.precision import TOLERANCES, Precision
 
 SPECIES = ("H", "O")

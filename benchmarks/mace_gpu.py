@@ -36,7 +36,7 @@ from forgefield.training.engines.engine import Engine
 from forgefield.training.engines.graphs import GraphsEngine
 from forgefield.training.engines.step import StepFunction
 from forgefield.training.engines.verify import require_equal
-from forgefield.training.optim.captured_update import CapturedOptimiser
+from forgefield.training.optim.captured_optimiser import CapturedOptimiser
 from forgefield.training.precision import TOLERANCES, Precision
 
 SPECIES, CUTOFF, DENSITY = ("H", "O"), 5.0, 0.0334

@@ -25,7 +25,7 @@ from forgefield.data.padding import blank_frames, sizes
 from forgefield.training.engines.graphs import StaticInputs
 from forgefield.training.optim import captured_update
 from forgefield.training.optim.averages import WeightAverage
-from forgefield.training.optim.captured_update import CapturedOptimiser
+from forgefield.training.optim.captured_optimiser import CapturedOptimiser
 
 STEPS, MANY, CLIP = 20, 40, 1.0
 """Compared; captured in one graph; largest norm of a gradient."""
@@ -115,8 +115,8 @@ def show_updates(name: str, potential: nn.Module) -> None:
                 update = case.captured(kernel)
                 found = zip(case.results(), expected)
                 differs = max(float((a.double() - b).abs().max() / b.abs().max().clamp(min=1e-30)) for a, b in found)
-                step = update._kernel() if kernel else None
-                taken = microseconds(update.launch if step is None else step.launch)
+                (step,) = update.steps.kernels.values()
+                taken = microseconds(update.update.launch if step is None else step.launch)
                 host = host_microseconds(update.step)
                 way = "kernel" if kernel else "torch"
                 print(f"{words:28} {way:7} {taken:7.2f} us, host {host:6.1f} us, differs {differs:.1e}", flush=True)

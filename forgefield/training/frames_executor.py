@@ -26,7 +26,7 @@ from forgefield.training.executor import StepExecutor
 from forgefield.training.module import LossMeter, TrainingModule, sums_of_rank
 from forgefield.training.optim import trainable
 from forgefield.training.optim.averages import StochasticAverage, WeightAverage
-from forgefield.training.optim.captured_update import CapturedOptimiser
+from forgefield.training.optim.captured_optimiser import CapturedOptimiser
 from forgefield.training.optim.optimisers import Parameters, build_optimiser
 from forgefield.training.optim.update import capture_refusal
 from forgefield.training.options import TrainingOptions, measures_maxima
@@ -207,7 +207,7 @@ class FramesExecutor(StepExecutor[Batch, Batch], ProbedModule):
             return None
         engine, trainer = self.engine.inner, module.trainer
         if engine.steps is None:
-            engine.steps = FrameSteps(engine, update, (module.train_loss, self.train_errors))
+            engine.steps = FrameSteps(engine, update.update, (module.train_loss, self.train_errors))
         self.clips_gradients(trainer.gradient_clip_val, trainer.gradient_clip_algorithm)
         return engine.steps
 

@@ -15,7 +15,7 @@ from forgefield.training.engines.graphs import GraphsEngine
 from forgefield.training.engines.verify import largest_difference
 from forgefield.training.optim import captured_update
 from forgefield.training.optim.averages import WeightAverage
-from forgefield.training.optim.captured_update import CapturedOptimiser
+from forgefield.training.optim.captured_optimiser import CapturedOptimiser
 from forgefield.training.precision import Precision
 from tests.support.engine_cases import labelled, potential_of, step_function
 from tests.support.gpu_batches import SIZES, on_gpu
@@ -158,8 +158,7 @@ def test_fifty_updates_by_one_kernel_are_those_of_torch(kind, clip):
         for step in range(50):
             trained.bring(step)
             update.step()
-        assert len(update._graphs) == 2
-        assert update._kernel() is not None
+        assert [kernel is not None for kernel in update.steps.kernels.values()] == [True, True]
         return trained
 
     exact, theirs, ours, again = by_torch(torch.float64), by_torch(torch.float32), by_kernel(), by_kernel()
@@ -191,7 +190,7 @@ def test_gradients_that_are_made_anew_in_every_step_take_one_graph():
             kept.append(weight.grad)
         for update in updates:
             update.step()
-    assert len(updates[1]._graphs) == 1
+    assert len(updates[1].steps) == 1
     assert all(torch.equal(a, b) for a, b in zip(still.weights, moving.weights))
 
 

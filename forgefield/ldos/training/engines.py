@@ -13,6 +13,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
+from forgefield.errors import ForgefieldError
 from forgefield.ldos.loss import PointTask
 from forgefield.ldos.model import LDOSNetwork
 from forgefield.ldos.training.blocks import Block
@@ -21,11 +22,13 @@ from forgefield.ldos.training.fused import FusedStep, current_factor_dtype
 from forgefield.ldos.training.gradient import Gradient
 from forgefield.ldos.training.snapshots import TermGradient
 from forgefield.training.engines.captured import CapturedSteps
-from forgefield.training.optim.captured_update import CapturedUpdate
+from forgefield.training.optim.captured_update import CapturedUpdate, constant_settings
 from forgefield.training.optim.update import Update
 
 Rates = Callable[[], list[float]]
 """Returns the learning rate of each group for the next step, and advances schedules by step."""
+WARM_UPS = 3
+"""Executions of the steps before they are captured."""
 TIMED = 16
 """Maximum number of steps of the graphs that are timed."""
 MARGIN = 1.15
@@ -158,7 +161,7 @@ class GraphsEngine:
         self.n = n
         self._lengths = [*(n // 4**power for power in range(8) if n // 4**power > 1), 1]
         """Numbers of steps of graphs."""
-        self.steps: CapturedSteps[int] = CapturedSteps(self, CapturedUpdate(inner.update, n))
+        self.steps: CapturedSteps[int] = CapturedSteps(self, CapturedUpdate(inner.update, n), warm_ups=WARM_UPS)
         device, dtype = inner.device, inner.model.dtype
         self.sums = torch.zeros(inner.task.n_levels, dtype=torch.float64, device=device)
         self._gathers_rows = inner.resident is not None and inner.resident.rows.device == device
@@ -170,6 +173,7 @@ class GraphsEngine:
         self._weight = torch.ones(points, dtype=dtype, device=device)
         self._factor = torch.zeros(inner.task.n_levels, dtype=dtype, device=device)
         self._in_order = torch.arange(points, device=device)
+        self._settings = constant_settings(inner.update.optimiser)
         self._ready = False
         self._fused: FusedStep | None = None
         self._chosen = False
@@ -211,7 +215,12 @@ class GraphsEngine:
                 if self._fused.adam is not None:
                     self._fused.complete_gradients()
                 inner.update.use(self._fused.gradients)
-        self.steps.require_same_settings()
+        if constant_settings(inner.update.optimiser) != self._settings:
+            raise ForgefieldError(
+                "training.engine: captured steps follow learning rates only, but a scheduler or callback has changed another "
+                "setting of the optimiser (such as betas or weight_decay); use training.engine=eager, and with OneCycleLR and "
+                "CyclicLR training.scheduler.cycle_momentum=false."
+            )
         sums.points = sum(block.local)
         return sums
 

@@ -15,17 +15,14 @@ from typing import TYPE_CHECKING, Generic, Protocol, TypeVar
 import torch
 from torch import Tensor
 
-from forgefield.errors import ForgefieldError
 from forgefield.inference.capture import Replays
-from forgefield.training.optim.captured_update import CapturedUpdate, constant_settings
+from forgefield.training.optim.captured_update import CapturedUpdate
 
 if TYPE_CHECKING:
     from torch.cuda.graphs import _POOL_HANDLE
 
     from forgefield.kernels.step.update import AdamStep
 
-WARM_UPS = 3
-"""Executions of the steps before they are captured."""
 K = TypeVar("K", bound=Hashable, contravariant=True)
 
 
@@ -49,22 +46,31 @@ class StepWork(Protocol[K]):
 class CapturedSteps(Generic[K]):
     """Steps of `work` with an update, in one graph for each key: steps of a size, or a number of steps.
 
-    pool: memory that the graphs share, from `shared_pool`.
+    warm_ups: executions before a capture. pool: memory that the graphs share, from `shared_pool`.
     """
 
-    def __init__(self, work: StepWork[K], update: CapturedUpdate, pool: _POOL_HANDLE | None = None) -> None:
+    def __init__(
+        self, work: StepWork[K], update: CapturedUpdate, *, warm_ups: int = 1, pool: _POOL_HANDLE | None = None
+    ) -> None:
         self.work, self.update = work, update
-        self._graphs: Replays[None] = Replays(update.device, warm_ups=WARM_UPS, pool=pool)
-        self._kernels: dict[K, AdamStep | None] = {}
+        self._graphs: Replays[None] = Replays(update.device, warm_ups=warm_ups, pool=pool)
+        self.kernels: dict[K, AdamStep | None] = {}
         """Kernels that graphs refer to."""
-        self._settings = constant_settings(update.optimiser)
+        self._settings = update.settings()
+
+    def __len__(self) -> int:
+        return len(self._graphs)
 
     @property
     def captures(self) -> bool:
         return self._graphs.captures
 
     def run(self, key: K, n: int = 1) -> None:
-        """Execute the `n` steps of a graph, whose inputs are in place."""
+        """Execute the `n` steps of a graph, whose inputs are in place. It is captured again after a change of a setting."""
+        settings = self.update.settings()
+        if settings != self._settings:
+            self._settings = settings
+            self.reset()
         if key not in self._graphs:
             self.capture(key, n)
         self._graphs.run(key)
@@ -74,21 +80,12 @@ class CapturedSteps(Generic[K]):
         with self.state_restored():
             self._graphs.add(key, lambda: self._launch(key, n))
             if self.captures:
-                self._kernels[key] = self.update.bind()
+                self.kernels[key] = self.update.bind()
 
     def reset(self) -> None:
         """Discard what was captured."""
         self._graphs.clear()
-        self._kernels.clear()
-
-    def require_same_settings(self) -> None:
-        """Raise ForgefieldError if a setting that captured steps contain has been changed."""
-        if constant_settings(self.update.optimiser) != self._settings:
-            raise ForgefieldError(
-                "training.engine: captured steps follow learning rates only, but a scheduler or callback has changed another "
-                "setting of the optimiser (such as betas or weight_decay); use training.engine=eager, and with OneCycleLR and "
-                "CyclicLR training.scheduler.cycle_momentum=false."
-            )
+        self.kernels.clear()
 
     def seconds(self, key: K, repeats: int = 4) -> float:
         """Shortest time of several replays on a GPU, which change nothing."""

@@ -278,12 +278,11 @@ class FrameSteps:
 
     def __init__(self, engine: GraphsEngine, update: CapturedUpdate, meters: Sequence[Sums]) -> None:
         self.engine, self.update, self.meters = engine, update, meters
-        self.steps: CapturedSteps[Size] = CapturedSteps(self, update, engine.pool)
+        self.steps: CapturedSteps[Size] = CapturedSteps(self, update, pool=engine.pool)
         self._inputs: dict[Size, StaticInputs] = {}
         self._results: dict[Size, Differentiated] = {}
         self._sums: list[Tensor] = []
         """The accumulators that captured steps add to."""
-        self._settings: tuple[object, ...] = ()
         self._has_states = False
 
     @property
@@ -300,10 +299,6 @@ class FrameSteps:
     def run(self, batch: Batch) -> Tensor:
         """Take a step; returns the loss, which the next step overwrites."""
         size = self.engine.plan.fit(*sizes(batch))
-        settings = self.update.settings()
-        if settings != self._settings:
-            self._settings = settings
-            self.reset()
         if size not in self._inputs:
             self._inputs[size] = self.engine.inputs_for_step(size, batch, None)
         self._use_accumulators()

@@ -1,34 +1,27 @@
 """The update of the weights in a CUDA graph: clipping, the optimiser's step, the average of the weights.
 
-`CapturedUpdate` is the update of captured steps; `CapturedOptimiser` replaces the `step` of an optimiser by a graph of its own,
-where something has to be done between gradient and update. Contract: learning rates may change between steps, because they are
-read from the device; other settings are part of a graph. Optimisers that read their step count on the host cannot be captured.
+Contract: learning rates may change between steps, because they are read from the device; other settings are part of a graph.
+Optimisers that read their step count on the host cannot be captured.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from typing import Any, TypeVar
+from collections.abc import Iterator, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from forgefield.errors import ForgefieldError
-from forgefield.inference.capture import Replays
 from forgefield.kernels.core.runtime import can_launch
 from forgefield.kernels.step.update import AdamStep, Group, Weight
 from forgefield.training.optim.averages import WeightAverage
 from forgefield.training.optim.update import (
     IMPLEMENTATION,
-    Clip,
     Update,
     found_inf_of,
     make_capturable,
-    mark_stepped,
-    restore_settings,
 )
 
-T = TypeVar("T")
 _UNSUPPORTED = ("amsgrad", "maximize", "differentiable")
 """Settings that the kernel does not support."""
 
@@ -139,14 +132,6 @@ class CapturedUpdate:
         """Present values of the rates and the shares on the device."""
         self._kernel: AdamStep | None = None
 
-    @property
-    def clip(self) -> Clip:
-        return self.update.clip
-
-    @clip.setter
-    def clip(self, clip: Clip) -> None:
-        self.update.clip = clip
-
     def make_capturable(self) -> None:
         """Prepare the optimiser for captured steps."""
         if self.device.type == "cuda":
@@ -173,10 +158,10 @@ class CapturedUpdate:
 
     @torch.no_grad()
     def launch(self, number: int = 0) -> None:
-        """Update the weights with the present gradients and the numbers of step `number`. In a capture, `prepare` comes
-        before, with other gradients of the same shapes, and `bind` afterwards."""
+        """Update the weights with the present gradients and the numbers of step `number`. A capture comes after an update that
+        is not captured, with other gradients of the same shapes, and `bind` follows it."""
         if not (self.device.type == "cuda" and torch.cuda.is_current_stream_capturing()):
-            self.prepare()
+            self._kernel = self._build_kernel() if self.by_kernel else None
         if self._kernel is not None:
             self._kernel.launch()
             return
@@ -185,16 +170,10 @@ class CapturedUpdate:
             rates = [values[number] for values in self._written[:-1]]
         self.update(rates, self.shares[number])
 
-    def prepare(self) -> None:
-        """Decide whether the kernel is used, and compile it."""
-        value, algorithm = self.clip
+    def _build_kernel(self) -> AdamStep | None:
+        value, algorithm = self.update.clip
         clip = ("value" if algorithm == "value" else "norm", float(value)) if value else None
-        rates = [rates[0] for rates in self.rates]
-        self._kernel = None
-        if self.by_kernel:
-            self._kernel = adam_step(self.optimiser, rates, self.average, self.shares[0], clip)
-        if self._kernel is not None:
-            self._kernel.compile()
+        return adam_step(self.optimiser, [rates[0] for rates in self.rates], self.average, self.shares[0], clip)
 
     def bind(self) -> AdamStep | None:
         """Let the kernel, if it was captured, read the present gradients. The graph needs it as long as it exists."""
@@ -205,91 +184,4 @@ class CapturedUpdate:
     def settings(self) -> tuple[object, ...]:
         """Everything that is constant in a graph, except addresses of gradients."""
         found_inf = found_inf_of(self.optimiser)
-        return constant_settings(self.optimiser), self.clip, None if found_inf is None else found_inf.data_ptr()
-
-
-class CapturedOptimiser(CapturedUpdate):
-    """Replaces the `step` of an optimiser that can be captured (`capture_refusal`), which Lightning calls.
-
-    Callbacks have to read gradients before the step. The update is captured again after a change of any setting but learning
-    rates.
-
-    average: updated with the weights, if any.
-    static_gradients: whether gradients are in the same tensors in every step; if not, they are copied to such tensors first.
-    """
-
-    def __init__(
-        self,
-        optimiser: torch.optim.Optimizer,
-        average: WeightAverage | None,
-        *,
-        static_gradients: Callable[[], bool] = lambda: True,
-    ) -> None:
-        super().__init__(Update(optimiser, average, clip=(None, None), reduce=None), by_kernel=True)
-        self.static_gradients = static_gradients
-        self._copies: dict[Tensor, Tensor] = {}
-        """Copies of gradients that are not static, by weight."""
-        self._graphs: Replays[None] = Replays(self.device)
-        """By the addresses of gradients, which differ between sizes of steps."""
-        self._settings = self.settings()
-        self.make_capturable()
-        vars(optimiser)["step"] = self.step
-
-    def step(self, closure: Callable[[], T] | None = None) -> T | None:
-        """One step, as `torch.optim.Optimizer.step`."""
-        result = None
-        if closure is not None:
-            with torch.enable_grad():
-                result = closure()
-        mark_stepped(self.optimiser)
-        groups = self.optimiser.param_groups
-        weights = [p for group in groups for p in group["params"] if p.grad is not None]
-        shares = self.next_shares(1)
-        if not weights:  # a callback removed the gradients: the step counts and changes nothing
-            return result
-        if len(groups) != len(self.rates):
-            raise ForgefieldError(
-                "training.engine=graphs: a group of parameters was added to the optimiser during the training, which captured "
-                "steps do not support; use training.engine=compile or eager."
-            )
-        self.write([[group["lr"] for group in groups]], shares)
-        if not all(weight in self.optimiser.state for weight in weights):
-            self._first_update()
-        else:
-            if not self.static_gradients():
-                self._copy_gradients(weights)
-            self._graphs.run(self._captured())
-        return result
-
-    @torch.no_grad()
-    def _copy_gradients(self, weights: Sequence[Tensor]) -> None:
-        """Copy the gradients to tensors of this object."""
-        for weight in weights:
-            if weight not in self._copies:
-                self._copies[weight] = torch.empty_like(weight)
-        copies = [self._copies[weight] for weight in weights]
-        torch._foreach_copy_(copies, [weight.grad for weight in weights if weight.grad is not None])
-        for weight, copy in zip(weights, copies):
-            weight.grad = copy
-
-    @torch.no_grad()
-    def _first_update(self) -> None:
-        """The first step, in which the optimiser creates its state, is not captured; its step counts are exact."""
-        restore_settings(self.optimiser)
-        self.update([group["lr"] for group in self.optimiser.param_groups], self.shares[0])
-        self.make_capturable()
-        self._graphs.clear()  # they refer to step counts that have been replaced
-
-    def _captured(self) -> tuple[int | None, ...]:
-        """Key of the graph for the present gradients."""
-        settings = self.settings()
-        if settings != self._settings:
-            self._settings = settings
-            self._graphs.clear()
-        groups = self.optimiser.param_groups
-        key = tuple(None if p.grad is None else p.grad.data_ptr() for group in groups for p in group["params"])
-        if key not in self._graphs:
-            self.prepare()
-            kernel = self._kernel
-            self._graphs.add(key, self.launch if kernel is None else kernel.launch)
-        return key
+        return constant_settings(self.optimiser), self.update.clip, None if found_inf is None else found_inf.data_ptr()

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from forgefield.errors import ForgefieldError
-from forgefield.training.optim.captured_update import CapturedOptimiser
+from forgefield.training.optim.captured_optimiser import CapturedOptimiser
 
 
 def test_groups_added_later_are_refused_in_words():
@@ -33,8 +33,8 @@ def test_gradients_that_are_not_static_are_copied_to_static_tensors_and_take_one
         for optimiser in (update.optimiser, expected):
             optimiser.param_groups[0]["lr"] = 0.1 / (1 + step)
             optimiser.step()
-    assert len(update._graphs) == 1
+    assert len(update.steps) == 1
     assert all(torch.equal(*pair) for pair in zip(weights, plain))
     update.optimiser.param_groups[0]["betas"] = (0.5, 0.5)  # a constant of the graph
     update.step()
-    assert len(update._graphs) == 1
+    assert len(update.steps) == 1
