@@ -20,7 +20,8 @@ from forgefield.tasks.metrics import ErrorMetrics
 from forgefield.tasks.task import Task
 from forgefield.training.engines.choose import EngineStarter, table_knots
 from forgefield.training.engines.engine import Engine, MemoryLimitedEngine, raise_memory_error
-from forgefield.training.engines.graphs import FrameSteps, GraphsEngine
+from forgefield.training.engines.frame_steps import FrameSteps
+from forgefield.training.engines.graphs import GraphsEngine
 from forgefield.training.engines.step import Measured, StepFunction
 from forgefield.training.executor import StepExecutor
 from forgefield.training.module import LossMeter, TrainingModule, sums_of_rank

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from forgefield.training.engines.graphs import FrameSteps
+from forgefield.training.engines.frame_steps import FrameSteps
 from forgefield.training.frames_executor import FramesExecutor
 from tests.support.helpers import tiny_config
 from tests.support.resuming import END, assert_same_run, interrupted_run

@@ -9,9 +9,9 @@ share one memory pool, because only one of them runs at a time.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from itertools import compress
-from typing import TYPE_CHECKING, Protocol, TypeVar
+from typing import TYPE_CHECKING, TypeVar
 
 import torch
 from torch import Tensor
@@ -22,13 +22,13 @@ from forgefield.errors import ForgefieldError
 from forgefield.inference.capture import Replays, shared_pool
 from forgefield.kernels.core.runtime import can_launch, joined
 from forgefield.kernels.step.copies import Copies
-from forgefield.training.engines.captured import CapturedSteps
 from forgefield.training.engines.engine import Denominators, Engine, Step
 from forgefield.training.engines.step import Differentiated, Measured
-from forgefield.training.optim.captured_update import CapturedUpdate
 
 if TYPE_CHECKING:
     from torch.cuda.graphs import _POOL_HANDLE
+
+    from forgefield.training.engines.frame_steps import FrameSteps
 
 _IN_ROWS = "edge_index"
 """The tensor of shape (2, n_edges): each of its two rows is padded."""
@@ -261,90 +261,3 @@ class GraphsEngine(Engine):
         inputs.load(like, denominators)
         inputs.launch()
         return inputs
-
-
-class Sums(Protocol):
-    """Accumulated sums of a loss or of errors."""
-
-    sums: Tensor
-
-
-class FrameSteps:
-    """Whole steps of an engine, in one graph for each size of batches: the gradient, sums of the loss and of errors, and the
-    update. Nothing can be done between gradient and update.
-
-    meters: to which sums and errors are added, in this order.
-    """
-
-    def __init__(self, engine: GraphsEngine, update: CapturedUpdate, meters: Sequence[Sums]) -> None:
-        self.engine, self.update, self.meters = engine, update, meters
-        self.steps: CapturedSteps[Size] = CapturedSteps(self, update, pool=engine.pool)
-        self._inputs: dict[Size, StaticInputs] = {}
-        self._results: dict[Size, Differentiated] = {}
-        self._sums: list[Tensor] = []
-        """The accumulators that captured steps add to."""
-        self._has_states = False
-
-    @property
-    def can_run(self) -> bool:
-        """Whether the optimiser has its state, which it creates in its first step, and the groups that it had then."""
-        optimiser = self.update.optimiser
-        if not self._has_states:
-            weights = [
-                weight for group in optimiser.param_groups for weight in group["params"] if weight.grad is not None
-            ]
-            self._has_states = bool(weights) and all(weight in optimiser.state for weight in weights)
-        return self._has_states and len(optimiser.param_groups) == len(self.update.rates)
-
-    def run(self, batch: Batch) -> Tensor:
-        """Take a step; returns the loss, which the next step overwrites."""
-        size = self.engine.plan.fit(*sizes(batch))
-        if size not in self._inputs:
-            self._inputs[size] = self.engine.inputs_for_step(size, batch, None)
-        self._use_accumulators()
-        self._inputs[size].load(batch, None)
-        self.update.write([[group["lr"] for group in self.update.optimiser.param_groups]], self.update.next_shares(1))
-        self.steps.run(size)
-        self._assign(self._results[size])
-        return self._results[size].loss
-
-    def _use_accumulators(self) -> None:
-        """Let the meters add to the tensors of captured steps."""
-        if not self._sums:
-            device = self.update.device
-            self._sums = [torch.empty_like(meter.sums, device=device) for meter in self.meters]
-        for meter, sums in zip(self.meters, self._sums):
-            if meter.sums is not sums:  # it was reset, or has added a batch in another way
-                sums.copy_(meter.sums)
-                meter.sums = sums
-
-    def reset(self) -> None:
-        """Discard what was captured."""
-        self.steps.reset()
-        self._inputs.clear()
-        self._results.clear()
-
-    def _assign(self, result: Differentiated) -> None:
-        """Set `grad` of the weights, if it is not that of this result already: a replay sets nothing."""
-        pairs = list(zip(self.engine.function.trained_weights(), result.gradients))
-        if any(weight.grad is not gradient for weight, gradient in pairs):
-            for weight, gradient in pairs:
-                weight.grad = gradient
-
-    # ---- the work of captured steps
-
-    def launch(self, key: Size, number: int) -> bool:
-        inputs = self._inputs[key]
-        with joined():
-            inputs.launch()
-            result = self._results[key] = self.engine.differentiated(inputs)
-        for sums, measured in zip(self._sums, result.measured):
-            sums.add_(measured)
-        self._assign(result)
-        return True
-
-    def changed(self) -> list[Tensor]:
-        return self._sums
-
-    def refresh(self) -> None:
-        """Weights have no copies here."""
