@@ -193,7 +193,7 @@ class FramesExecutor(StepExecutor[Batch, Batch], ProbedModule):
             raise_memory_error(error, batch)
             raise
         self.module.precision.require_effect(self.module.precision_now)
-        self._batch, self.task_loss = batch, loss
+        self._batch, self.task_loss, self._sums_before = batch, loss, None
         return loss
 
     def _whole_steps(self) -> FrameSteps | None:

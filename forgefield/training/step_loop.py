@@ -69,7 +69,7 @@ class StepLoop(_TrainingEpochLoop):
         super().__init__(trainer, min_steps, max_steps)
         self._hooks: dict[str, list[Hook]] | None = None
         """Hooks of steps by name; None: Lightning takes the steps."""
-        self._takes_whole_steps = False
+        self._takes_whole_steps = self._copies_loss = False
 
     def _broadcast_sigterm_tensor(self) -> None:
         """Before every batch Lightning broadcasts from rank 0 whether it received SIGTERM, for which all ranks and GPUs wait.
@@ -85,6 +85,8 @@ class StepLoop(_TrainingEpochLoop):
             callbacks = callbacks_of(self.trainer)
             self._hooks = {name: [hook for c in callbacks if callable(hook := getattr(c, name))] for name in STEP_HOOKS}
             self._takes_whole_steps = not any(self._hooks[name] for name in WITHIN_STEP)
+            # The loss of a whole step is overwritten by the next one, which callbacks of a user need not expect.
+            self._copies_loss = not all(type(callback).__module__.startswith("forgefield.") for callback in callbacks)
 
     def advance(self, data_fetcher: _DataFetcher) -> None:
         if self._hooks is None or self.restarting:
@@ -121,7 +123,7 @@ class StepLoop(_TrainingEpochLoop):
             counts.zero_grad.increment_started()
             counts.zero_grad.increment_completed()
             counts.step.increment_completed()
-            return {"loss": loss}
+            return {"loss": loss.clone() if self._copies_loss else loss}
         loss = module.training_step(batch, batch_idx)
         counts.zero_grad.increment_ready()
         self._call("on_before_zero_grad", optimiser)
