@@ -38,7 +38,7 @@ def adam_step(
     rates: learning rates of the groups. share: weight of the parameters in their average. Both are read in every step, and so
     is the optimiser's `found_inf` if it has one.
     """
-    if not _is_supported(optimiser):
+    if not is_plain_adam(optimiser):
         return None
     weights = list(_weights(optimiser, average))
     if not weights or not all(_is_contiguous_float32(weight) for weight in weights):
@@ -58,7 +58,8 @@ def adam_step(
     )
 
 
-def _is_supported(optimiser: torch.optim.Optimizer) -> bool:
+def is_plain_adam(optimiser: torch.optim.Optimizer) -> bool:
+    """Whether the steps of an optimiser are those of Adam or AdamW that kernels compute."""
     hooks = (optimiser._optimizer_step_pre_hooks, optimiser._optimizer_step_post_hooks)
     if any(hooks) or getattr(optimiser, "grad_scale", None) is not None:
         return False
