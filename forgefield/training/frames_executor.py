@@ -187,8 +187,7 @@ class FramesExecutor(StepExecutor[Batch, Batch], ProbedModule):
         if steps is None or not steps.can_run:
             return None
         try:
-            with self.module.precision.applied(self.module.precision_now):
-                loss = steps.run(batch)
+            loss = steps.run(batch)
         except Exception as error:
             raise_memory_error(error, batch)
             raise
@@ -208,7 +207,11 @@ class FramesExecutor(StepExecutor[Batch, Batch], ProbedModule):
             return None
         engine, trainer = self.engine.inner, module.trainer
         if engine.steps is None:
-            engine.steps = FrameSteps(engine, update.update, (module.train_loss, self.train_errors))
+            meters = (module.train_loss, self.train_errors)
+            precision = module.precision
+            engine.steps = FrameSteps(
+                engine, update.update, meters, setting=lambda: precision.applied(module.precision_now)
+            )
         self.clips_gradients(trainer.gradient_clip_val, trainer.gradient_clip_algorithm)
         return engine.steps
 

@@ -5,7 +5,8 @@ The host only writes addresses of the batch, and numbers that have changed, befo
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from typing import Protocol
 
 import torch
@@ -29,14 +30,22 @@ class Sums(Protocol):
 class FrameSteps:
     """Whole steps of an engine. Nothing can be done between gradient and update.
 
-    meters: to which sums and errors are added, in this order.
+    meters: to which sums and errors are added, in this order. setting: context in which gradients are computed.
     """
 
-    def __init__(self, engine: GraphsEngine, update: CapturedUpdate, meters: Sequence[Sums]) -> None:
-        self.engine, self.update, self.meters = engine, update, meters
+    def __init__(
+        self,
+        engine: GraphsEngine,
+        update: CapturedUpdate,
+        meters: Sequence[Sums],
+        setting: Callable[[], AbstractContextManager[None]] = nullcontext,
+    ) -> None:
+        self.engine, self.update, self.meters, self.setting = engine, update, meters, setting
         self.steps: CapturedSteps[Size] = CapturedSteps(self, update, pool=engine.pool)
         self._inputs: dict[Size, StaticInputs] = {}
         self._results: dict[Size, Differentiated] = {}
+        self._first: dict[Size, tuple[Tensor, Tensor]] = {}
+        """The first weight that has a gradient, and its gradient."""
         self._sums: list[Tensor] = []
         """The accumulators that captured steps add to."""
         self._has_states = False
@@ -61,8 +70,11 @@ class FrameSteps:
         self._inputs[size].load(batch, None)
         self.update.write([[group["lr"] for group in self.update.optimiser.param_groups]], self.update.next_shares(1))
         self.steps.run(size)
-        self._assign(self._results[size])
-        return self._results[size].loss
+        result = self._results[size]
+        weight, gradient = self._first[size]
+        if weight.grad is not gradient:  # set by steps of another size, or in parts: a replay sets nothing
+            self._assign(result)
+        return result.loss
 
     def _use_accumulators(self) -> None:
         """Let the meters add to the tensors of captured steps."""
@@ -79,21 +91,22 @@ class FrameSteps:
         self.steps.reset()
         self._inputs.clear()
         self._results.clear()
+        self._first.clear()
 
     def _assign(self, result: Differentiated) -> None:
-        """Set `grad` of the weights, if it is not that of this result already: a replay sets nothing."""
-        pairs = list(zip(self.engine.function.trained_weights(), result.gradients))
-        if any(weight.grad is not gradient for weight, gradient in pairs):
-            for weight, gradient in pairs:
-                weight.grad = gradient
+        """Set `grad` of the weights."""
+        for weight, gradient in zip(self.engine.function.trained_weights(), result.gradients):
+            weight.grad = gradient
 
     # ---- the work of captured steps
 
     def launch(self, key: Size, number: int) -> bool:
         inputs = self._inputs[key]
-        with joined():
+        with self.setting(), joined():
             inputs.launch()
             result = self._results[key] = self.engine.differentiated(inputs)
+        pairs = zip(self.engine.function.trained_weights(), result.gradients)
+        self._first[key] = next((weight, gradient) for weight, gradient in pairs if gradient is not None)
         for sums, measured in zip(self._sums, result.measured):
             sums.add_(measured)
         self._assign(result)
