@@ -88,7 +88,7 @@ class Interpreted:
         pytest.param("cgcnn", "tangent", 1, marks=pytest.mark.slow),
         pytest.param("egnn", "tangent", 2, marks=pytest.mark.slow),
         ("tensornet", "double", 1),
-        ("m3gnet", "double", 1),
+        pytest.param("m3gnet", "double", 1, marks=pytest.mark.slow),
     ],
 )
 def test_one_trace_of_the_step_serves_every_size(name, form, layers):
