@@ -23,7 +23,7 @@ from forgefield.errors import ForgefieldError
 from forgefield.kinds import FRAMES, POINTS, kind_of_model
 from forgefield.models.edges import Batch
 from forgefield.models.heads.options import check_heads, complete_heads, head_options
-from forgefield.models.interface import DirectOutput, ExtraOutput, RegisteredModel, Section
+from forgefield.models.interface import DerivativeOutput, DirectOutput, ExtraOutput, RegisteredModel, Section
 from forgefield.models.options import check_keys
 from forgefield.models.registry import ARCHITECTURES, registered_class
 from forgefield.models.resolved import DIRECT, HEADS, MODULE_FOLDER, PREDICTS, REFERENCES
@@ -218,6 +218,12 @@ def direct_outputs(options: Mapping[str, Any], *, trust: Trust = NO_CODE) -> Map
     return registered_class(name).direct_outputs(section) if name in ARCHITECTURES else {}
 
 
+def derivative_outputs(options: Section) -> Mapping[str, DerivativeOutput]:
+    """Outputs of a model that are derivatives of its energy in an input of atoms; empty for most models. options: resolved or
+    not."""
+    return hooks_of(options).derivatives(options)
+
+
 def _describe(outputs: Mapping[str, DirectOutput], units: Mapping[str, str]) -> Options:
     """Those that are trained or always computed, for `PREDICTS`."""
     chosen = {name: facts for name, facts in sorted(outputs.items()) if facts.always or name in units}
@@ -232,7 +238,8 @@ def extra_outputs_of(resolved: Section) -> Mapping[str, ExtraOutput]:
     """Outputs of a model with these resolved options other than energy, forces and stress, by name."""
     predicts = resolved.get(PREDICTS, {})
     if not predicts.get(DIRECT):
-        return head_options(predicts.get(HEADS, {}))
+        heads = head_options(predicts.get(HEADS, {}))
+        return {**derivative_outputs(resolved), **heads} if predicts.get("energy", True) else heads
     return {name: DirectOutput(**facts) for name, facts in predicts[HEADS].items()}
 
 

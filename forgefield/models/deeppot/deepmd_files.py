@@ -21,6 +21,7 @@ from torch import Tensor
 from forgefield.errors import ForgefieldError
 from forgefield.models.deeppot.deepmd_descriptors import descriptor_from_checkpoint
 from forgefield.models.deeppot.deepmd_networks import TYPES, Tree, networks_of_checkpoint
+from forgefield.models.deeppot.deepmd_spin import backbone_settings, spin_section
 from forgefield.models.deeppot.deepmd_tables import joined_table
 from forgefield.models.deeppot.options import EnergyFittingOptions, fitting_part
 from forgefield.untrusted.archives import check_expansion
@@ -155,6 +156,12 @@ def _attributes(value: object, names: tuple[str, ...]) -> Iterator[tuple[str, An
 def _checkpoint_tree(
     path: Path, settings: Mapping[str, Any], arrays: Mapping[str, np.ndarray], smin_alpha: float | None = None
 ) -> Tree:
+    if settings.get("spin") is not None:
+        prefix = "backbone_model.atomic_model."
+        inside = {key.removeprefix(prefix): value for key, value in arrays.items() if key.startswith(prefix)}
+        standard = _checkpoint_tree(path, backbone_settings(settings), inside)
+        joined = {"type": "spin_ener", "backbone_model": standard["model"], "spin": spin_section(settings)}
+        return standard | {"model": joined}
     if "use_srtab" in settings and "models.1.tab_data" in arrays:
         network = {key.removeprefix("models.0."): value for key, value in arrays.items() if key.startswith("models.0.")}
         without = {key: value for key, value in settings.items() if key != "use_srtab"}

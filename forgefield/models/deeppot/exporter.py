@@ -31,12 +31,14 @@ from forgefield.models.deeppot.deepmd_networks import (
     precision_of,
     weights_of,
 )
+from forgefield.models.deeppot.deepmd_spin import joined_spin
 from forgefield.models.deeppot.deepmd_tables import sum_tree, table_tree
 from forgefield.models.deeppot.deepmd_two_body import FittingInputs
 from forgefield.models.deeppot.fitting import Fitting
 from forgefield.models.deeppot.model import DeepPot
 from forgefield.models.deeppot.networks import Networks
 from forgefield.models.deeppot.options import EnergyFittingOptions
+from forgefield.models.deeppot.spin import with_virtual
 from forgefield.models.deeppot.tensor_fitting import TensorFitting
 from forgefield.models.potential import Potential
 
@@ -56,10 +58,9 @@ def write_deepmd(potential: Potential, path: str | os.PathLike[str], *, sel: Seq
         raise ForgefieldError(
             "forces of this model are not the derivative of its energy, which DeePMD-kit does not support."
         )
-    if potential.extra_outputs and model.gives_energy:
-        raise ForgefieldError(
-            f"this model also predicts {', '.join(potential.extra_outputs)}, which DeePMD-kit does not support."
-        )
+    others = [name for name in potential.extra_outputs if name not in potential.derivative_outputs]
+    if others and model.gives_energy:
+        raise ForgefieldError(f"this model also predicts {', '.join(others)}, which DeePMD-kit does not support.")
     tree = model_tree(model, None if sel is None else list(sel))
     with written_atomically(path) as temporary:
         writers[path.suffix](Path(temporary), tree)
@@ -97,6 +98,9 @@ def model_tree(model: DeepPot, sel: list[int] | None = None) -> Tree:
         "descriptor": descriptor,
         "fitting": fitting,
     }
+    if options.spin is not None:
+        names = options.type_names or species
+        return _file(joined_spin(_with_type_map(standard, names), options.spin), with_virtual(names))
     written = standard if options.srtab is None else table_tree(standard, options, model.cutoff)
     if options.added_table is not None:
         if options.srtab is not None:
@@ -104,8 +108,13 @@ def model_tree(model: DeepPot, sel: list[int] | None = None) -> Tree:
                 "the model has two pair tables (use_srtab, pair_table), which DeePMD-kit does not support."
             )
         written = sum_tree(standard, options, model.cutoff)
+    return _file(written, options.type_names or species)
+
+
+def _file(model: Tree, names: Sequence[str]) -> Tree:
+    """Content of a file. names: of the types."""
     return {
-        "model": _with_type_map(written, options.type_names or species),
+        "model": _with_type_map(model, names),
         "model_def_script": {},
         "software": "forgefield",
         "version": __version__,

@@ -30,6 +30,7 @@ from forgefield.models.deeppot.deepmd_networks import (
     refuse,
     stacked_state,
 )
+from forgefield.models.deeppot.deepmd_spin import REACH, real_rows, split_spin
 from forgefield.models.deeppot.deepmd_tables import split_sum, split_table
 from forgefield.models.importing import ImportedModel, Importer, ImportRequest
 from forgefield.models.resolved import TYPE_NAMES
@@ -69,10 +70,16 @@ def _assemble(path: Path, tree: Tree, elements: Sequence[str] | None) -> Importe
             model, table = split_table(model) if model["type"] == "zbl" else split_sum(model)
         except ForgefieldError as error:
             raise ForgefieldError(f"{path}: {error}") from error
+    spin: Tree = {}
+    if model["type"] == "spin_ener":
+        try:
+            model, spin = split_spin(model)
+        except ForgefieldError as error:
+            raise ForgefieldError(f"{path}: {error}") from error
     if model["type"] != "standard":
         raise ForgefieldError(
-            f"{path} is a model of type {model['type']}; standard models, and those with a pair table (zbl, linear), can be "
-            "imported."
+            f"{path} is a model of type {model['type']}; standard models, those with spins (spin_ener), and those with a pair "
+            "table (zbl, linear), can be imported."
         )
     types = [str(name) for name in model["type_map"]]
     species = elements_of_types(str(path), "type_map", types, elements)
@@ -84,7 +91,10 @@ def _assemble(path: Path, tree: Tree, elements: Sequence[str] | None) -> Importe
     excluded = [int(number) for number in model.get("atom_exclude_types", [])]
     biases: Tree = {}
     try:
-        of_descriptor, described = descriptor_from_tree(descriptor, len(species))
+        of_descriptor, described = descriptor_from_tree(descriptor, len(species) * (2 if spin else 1))
+        if spin:
+            of_descriptor = real_rows(of_descriptor, len(species))
+            spin["rcut"] = cutoff_of_tree(descriptor)
         weights = {f"descriptor.{name}": value for name, value in described.items()}
         if fitting["type"] == "ener":
             of_fitting, fitting_weights = _energy_fitting(fitting, excluded)
@@ -101,9 +111,10 @@ def _assemble(path: Path, tree: Tree, elements: Sequence[str] | None) -> Importe
         "atom_exclude_types": excluded,
         **biases,
         **table,
+        **({"spin": spin} if spin else {}),
         **({TYPE_NAMES: types} if type_names else {}),
     }
-    cutoff = max(cutoff_of_tree(descriptor), table.get("pair_table_cutoff", 0.0))
+    cutoff = max(cutoff_of_tree(descriptor), table.get("pair_table_cutoff", 0.0)) + (REACH if spin else 0.0)
     resolved = resolve_model(section, species=species, cutoff=cutoff)
     weights |= fitting_weights
     precision = "float64" if any(array.dtype == np.float64 for array in weights.values()) else "float32"

@@ -22,6 +22,7 @@ from forgefield.models.deeppot.options import (
     DeepPotOptions,
     EnergyFittingOptions,
     FittingOptions,
+    RowOptions,
     check_pairs,
     check_parts,
     descriptor_part,
@@ -37,6 +38,16 @@ from forgefield.models.deeppot.short_range import (
     complete_short_range,
     zbl_energies,
 )
+from forgefield.models.deeppot.spin import (
+    SPIN,
+    VirtualAtoms,
+    complete_descriptor,
+    complete_spin,
+    derivative_outputs,
+    doubled,
+    spin_options,
+    with_virtual,
+)
 from forgefield.models.deeppot.statistics import environment_statistics
 from forgefield.models.deeppot.tensor_fitting import TensorFitting
 from forgefield.models.deeppot.variants import (
@@ -51,7 +62,7 @@ from forgefield.models.deeppot.variants import (
     single,
 )
 from forgefield.models.edges import Batch, EdgeContext
-from forgefield.models.interface import DirectOutput, LastLayer, RegisteredModel
+from forgefield.models.interface import DerivativeOutput, DirectOutput, LastLayer, RegisteredModel
 from forgefield.models.resolved import TYPE_NAMES
 from forgefield.ops.graph import EdgeGraph, Segments, gather, join
 
@@ -76,6 +87,7 @@ class DeepPot(RegisteredModel[DeepPotOptions]):
         "pair_exclude_types": "pairs", "atom_exclude_types": "indices", "out_bias": "rows", "fitting_net.atom_ener": "rows",
         **{f"{part}.exclude_types": "pairs" for part in DESCRIPTOR_SECTIONS},
         **{f"{part}.{key}": "rows" for part in DESCRIPTOR_SECTIONS for key in ("sel", "davg", "dstd", "most_neighbours")},
+        "spin.use_spin": "rows", "spin.virtual_scale": "rows",
         **{f"{part}.{block}.{key}": "rows" for part in DESCRIPTOR_SECTIONS for block in BLOCKS for key in ROWS},
     }  # fmt: skip
     seed_options = (*(f"{part}.seed" for part in DESCRIPTOR_SECTIONS), "fitting_net.seed")
@@ -97,10 +109,16 @@ class DeepPot(RegisteredModel[DeepPotOptions]):
         super().__init__(options, species=species, cutoff=cutoff)
         descriptor_class, of_descriptor = descriptor_part(options.descriptor)
         fitting_class, of_fitting = fitting_part(options.fitting_net)
+        self.virtual, around, reach = None, list(self.species), self.cutoff
+        if options.spin is not None:
+            of_spin = spin_options(options.spin)
+            self.virtual, reach = VirtualAtoms(of_spin, self.cutoff), float(of_spin.rcut or self.cutoff)
+            assert isinstance(of_descriptor, RowOptions)
+            of_descriptor, around = doubled(of_descriptor), with_virtual(self.species)
         self.descriptor: Descriptor[Any] = descriptor_class(
-            of_descriptor, species=self.species, cutoff=self.cutoff, dtype=dtype, generator=generator
+            of_descriptor, species=around, cutoff=reach, dtype=dtype, generator=generator
         )
-        self.ghost_atoms = self.descriptor.ghost_atoms
+        self.ghost_atoms = self.descriptor.ghost_atoms if self.virtual is None else None
         specific: dict[str, Any] = {"owners": owners(options.branches) if options.branches else (0,)}
         if issubclass(fitting_class, TensorFitting):
             specific = {"dim_rotation": self.descriptor.dim_rotation}
@@ -139,6 +157,9 @@ class DeepPot(RegisteredModel[DeepPotOptions]):
         self.inputs |= self.descriptor.inputs
         self.optional_inputs = ("fparam",) if of_fitting.default_fparam is not None else ()
         self.optional_inputs += self.descriptor.optional_inputs
+        if self.virtual is not None:
+            self.inputs |= {SPIN: ("atom", 3)}
+            self.derivative_outputs = derivative_outputs()
         self.branches = tuple(sorted(options.branches or ()))
         self.feature_dim = self.descriptor.dim_out + len(self.species)
 
@@ -237,7 +258,16 @@ class DeepPot(RegisteredModel[DeepPotOptions]):
         if issubclass(fitting_class, TensorFitting):
             _refuse_energy_options(options, of_fitting)
         descriptor_class, of_descriptor = descriptor_part(options.descriptor)
-        descriptor = descriptor_class.complete(of_descriptor, species=species, cutoff=cutoff, statistics=statistics)
+        if options.spin is None:
+            descriptor = descriptor_class.complete(of_descriptor, species=species, cutoff=cutoff, statistics=statistics)
+        else:
+            _refuse_with_spin(options)
+            of_spin = complete_spin(spin_options(options.spin), options.descriptor, species, cutoff)
+            short_range |= {"spin": dataclasses.asdict(of_spin)}
+            rcut = float(of_spin.rcut or cutoff)
+            descriptor = complete_descriptor(
+                descriptor_class, of_descriptor, rcut, species=species, statistics=statistics
+            )
         outputs: dict[str, Any] = {"fitting_net": dataclasses.asdict(fitting)}
         if options.branches:
             branches = _complete_branches(options, species, statistics)
@@ -249,6 +279,10 @@ class DeepPot(RegisteredModel[DeepPotOptions]):
     @classmethod
     def excluded_species(cls, section: Mapping[str, Any]) -> tuple[int, ...]:
         return tuple(section.get("atom_exclude_types") or ())
+
+    @classmethod
+    def derivatives(cls, section: Mapping[str, Any]) -> dict[str, DerivativeOutput]:
+        return derivative_outputs() if section.get("spin") else {}
 
     @classmethod
     def direct_outputs(cls, section: Mapping[str, Any]) -> dict[str, DirectOutput]:
@@ -271,7 +305,7 @@ class DeepPot(RegisteredModel[DeepPotOptions]):
         assert isinstance(self.fitting, TensorFitting)
         _, mask = self._pairs(batch["species"], edges.graph)
         (output,) = self.fitting.outputs
-        atomic = self.fitting(*self.descriptor(batch, edges, mask), batch)[output.name]
+        atomic = self.fitting(*self._described(batch, edges, mask), batch)[output.name]
         if self.unseen:
             seen = self.atom_seen.index_select(0, batch["species"])
             atomic = atomic * seen.view(-1, *[1] * len(output.shape))
@@ -300,10 +334,20 @@ class DeepPot(RegisteredModel[DeepPotOptions]):
             mask = self.pair_seen.index_select(0, kinds)
         return kinds, mask
 
+    def _described(self, batch: Batch, edges: EdgeContext, mask: Tensor | None) -> tuple[Tensor, Tensor | None]:
+        """Descriptor and rotation of every atom. mask: of `_pairs`."""
+        if self.virtual is None:
+            described: tuple[Tensor, Tensor | None] = self.descriptor(batch, edges, mask)
+            return described
+        n_atoms = batch["species"].shape[0]
+        waits = self.descriptor.may_wait_for(batch["species"])
+        descriptor, _ = self.descriptor(*self.virtual(batch, edges, mask, may_wait=waits))
+        return descriptor[:n_atoms], None
+
     def _evaluate(self, batch: Batch, edges: EdgeContext, *, energies: bool) -> tuple[Tensor, Tensor | None]:
         """Descriptor and atomic energies."""
         kinds, mask = self._pairs(batch["species"], edges.graph)
-        descriptor, _ = self.descriptor(batch, edges, mask)
+        descriptor, _ = self._described(batch, edges, mask)
         if not energies:
             return descriptor, None
         atomic = self.fitting(descriptor, batch).squeeze(1).double()
@@ -313,7 +357,7 @@ class DeepPot(RegisteredModel[DeepPotOptions]):
         if not isinstance(self.fitting, Fitting):
             return super().last_layer(batch, edges)
         kinds, mask = self._pairs(batch["species"], edges.graph)
-        features, weights = self.fitting.last_layer(self.descriptor(batch, edges, mask)[0], batch)
+        features, weights = self.fitting.last_layer(self._described(batch, edges, mask)[0], batch)
         # All that follows the network is an affine function of its output.
         offsets = self._completed(torch.zeros_like(features[:, 0]), batch, edges, kinds, mask)
         if self.table is not None:
@@ -346,6 +390,19 @@ class DeepPot(RegisteredModel[DeepPotOptions]):
         if self.unseen:
             atomic = atomic * self.atom_seen.index_select(0, species)
         return atomic
+
+
+def _refuse_with_spin(options: DeepPotOptions) -> None:
+    """Raise for options that spins do not combine with."""
+    used = {
+        "branches": options.branches,
+        "use_srtab": options.use_srtab or options.srtab,
+        "pair_table": options.pair_table or options.added_table,
+        "fitting_net.type": options.fitting_net.get("type", "ener") != "ener",
+    }
+    for key, value in used.items():
+        if value:
+            raise ForgefieldError(f"model.{key} cannot be combined with model.spin; remove one of them.")
 
 
 def _check_type_names(names: Sequence[str] | None, species: Sequence[str]) -> None:

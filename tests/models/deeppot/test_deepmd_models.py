@@ -31,6 +31,8 @@ NAMES = [
     "dpa3_dynamic",
     "dpa3_plain",
     "dpa3_edges",
+    "spin",
+    "spin_atten",
 ]
 
 
@@ -70,6 +72,7 @@ def test_what_was_written_is_read_back_exactly(name, tmp_path):
         ("se_e3_tebd_strip", "tangent"),
         ("dpa2", "double"),
         ("dpa3_dynamic", "tangent"),
+        ("spin_atten", "tangent"),
     ],
 )
 def test_one_trace_serves_every_size(name, form, tmp_path):
