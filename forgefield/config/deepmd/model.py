@@ -10,6 +10,7 @@ from typing import Any
 from forgefield.config.deepmd.descriptors import STRIPPED, networks_of, translate_descriptor
 from forgefield.config.deepmd.linear import network_and_table
 from forgefield.config.deepmd.section import MISSING, Section, is_number
+from forgefield.config.deepmd.spin import translate_spin
 from forgefield.config.deepmd.types import elements_of_types, renamed
 from forgefield.config.deepmd.values import NETWORK, PRECISIONS, kind_of, written_values
 from forgefield.errors import ForgefieldError
@@ -67,6 +68,12 @@ class Model:
         fitting: dict[str, Any] = self.options["fitting_net"]
         return fitting
 
+    @property
+    def spin(self) -> dict[str, Any]:
+        """Options of the spins; empty for a model without."""
+        spin: dict[str, Any] = self.options.get("spin", {})
+        return spin
+
 
 def translate_model(section: Section, elements: Sequence[str] | None = None) -> Model:
     """elements: of the atom types, in their order, where the user gave them."""
@@ -77,6 +84,7 @@ def translate_model(section: Section, elements: Sequence[str] | None = None) -> 
     type_names = renamed(types, species)
     descriptor, cutoff = translate_descriptor(section)
     descriptor = _with_type_embedding(section, descriptor)
+    spin = translate_spin(section, descriptor, cutoff, types)
     if table is not None:
         descriptor, cutoff = table.within(descriptor, cutoff), max(cutoff, table.cutoff)
     fitting = _fitting(section)
@@ -86,6 +94,8 @@ def translate_model(section: Section, elements: Sequence[str] | None = None) -> 
         if value := section.take(name, []):
             options[name] = value
     options |= _short_range(section) | _preset_bias(section, len(species)) | ({} if table is None else table.options())
+    if spin:
+        options["spin"] = spin
     if type_names:
         options["type_names"] = types
         section.notes[section.path("type_map")] = (
@@ -111,7 +121,6 @@ def _refuse_other_kinds(section: Section) -> None:
     section.only("data_stat_protect", 1e-2, "deviations are always protected by 0.01, DeePMD-kit's default")
     section.only("model_branch_alias", [], "this is for several models trained together")
     section.only("finetune_head", None, "this is for several models trained together")
-    section.only("spin", None, "magnetic moments are not supported")
     section.only("modifier", None, "data modifiers are of DeePMD-kit's TensorFlow alone")
     section.only("compress", None, "models are compressed when they are exported, not by the input")
     for name, why in WITHOUT_EFFECT.items():

@@ -14,6 +14,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from forgefield.config.deepmd.spin import spin_fields
 from forgefield.config.deepmd.types import elements_of_types, renamed
 from forgefield.errors import ForgefieldError
 from forgefield.models.building import build_model
@@ -124,6 +125,7 @@ def _assemble(path: Path, tree: Tree, elements: Sequence[str] | None) -> Importe
         resolved,
         state,
         precision,
+        settings={"data": {"labels": {"fields": spin_fields(spin, species, labelled=True)}}} if spin else {},
         origin=f"{path.name}: {tree.get('software', 'deepmd-kit')} {version}",
         checked="Checked: every weight has the shape that follows from the options in the file, and none is missing; the file "
         "contains no predictions to compare with."

@@ -159,7 +159,7 @@ class DeepPot(RegisteredModel[DeepPotOptions]):
         self.optional_inputs += self.descriptor.optional_inputs
         if self.virtual is not None:
             self.inputs |= {SPIN: ("atom", 3)}
-            self.derivative_outputs = derivative_outputs()
+            self.derivative_outputs = derivative_outputs(self.virtual.magnetic.tolist())
         self.branches = tuple(sorted(options.branches or ()))
         self.feature_dim = self.descriptor.dim_out + len(self.species)
 
@@ -282,7 +282,7 @@ class DeepPot(RegisteredModel[DeepPotOptions]):
 
     @classmethod
     def derivatives(cls, section: Mapping[str, Any]) -> dict[str, DerivativeOutput]:
-        return derivative_outputs() if section.get("spin") else {}
+        return derivative_outputs(section["spin"]["use_spin"]) if section.get("spin") else {}
 
     @classmethod
     def direct_outputs(cls, section: Mapping[str, Any]) -> dict[str, DirectOutput]:

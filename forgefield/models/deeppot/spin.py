@@ -112,9 +112,11 @@ def scales(virtual_scale: float | Sequence[float] | None, magnetic: Sequence[boo
     return [float(value) if has_spin else 0.0 for value, has_spin in zip(values, magnetic)]
 
 
-def derivative_outputs(unit: str = "") -> dict[str, DerivativeOutput]:
-    """The magnetic forces."""
-    return {FORCE_MAG: DerivativeOutput("atom", [3], "sum", kind="vector", unit=unit, always=False, variable=SPIN)}
+def derivative_outputs(magnetic: Sequence[object]) -> dict[str, DerivativeOutput]:
+    """The magnetic forces. magnetic: whether each species has a spin, or the magnetic species."""
+    without = [number for number, has_spin in enumerate(magnetic) if has_spin is False]
+    output = DerivativeOutput("atom", [3], "sum", kind="vector", unit="eV/uB", uncounted=without, variable=SPIN)
+    return {FORCE_MAG: output}
 
 
 def with_virtual(species: Sequence[str]) -> list[str]:

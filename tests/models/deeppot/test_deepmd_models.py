@@ -72,7 +72,6 @@ def test_what_was_written_is_read_back_exactly(name, tmp_path):
         ("se_e3_tebd_strip", "tangent"),
         ("dpa2", "double"),
         ("dpa3_dynamic", "tangent"),
-        ("spin_atten", "tangent"),
     ],
 )
 def test_one_trace_serves_every_size(name, form, tmp_path):
