@@ -306,7 +306,8 @@ class Calculator(AseCalculator):
         changes = super().check_state(atoms, tol=tol)
         if self.potential.inputs and self.atoms is not None:
             before, now = (parameters_of(structure, self.potential) for structure in (self.atoms, atoms))
-            changes += [name for name in now if not np.array_equal(now[name], before.get(name, np.nan))]
+            names = before.keys() | now.keys()
+            changes += [name for name in names if not np.array_equal(now.get(name, np.nan), before.get(name, np.nan))]
         return changes
 
     @staticmethod

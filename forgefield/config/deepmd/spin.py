@@ -1,4 +1,4 @@
-"""The section `model.spin`: magnetic types, and where their virtual atoms are; and how far neighbour lists then have to reach."""
+"""The section `model.spin`: magnetic types, where their virtual atoms are, and how far neighbour lists have to reach."""
 
 from __future__ import annotations
 
@@ -30,7 +30,8 @@ def translate_spin(section: Section, descriptor: dict[str, Any], rcut: float, ty
         return {}
     if inner.take("spin_norm") is not None or inner.take("virtual_len") is not None:
         raise inner.refused(
-            "spin_norm", "and virtual_len are of DeePMD-kit's TensorFlow, whose data contains the virtual atoms; the PyTorch "
+            "spin_norm",
+            "and virtual_len are of DeePMD-kit's TensorFlow, whose data contains the virtual atoms; the PyTorch "
             "backend has virtual_scale, and data with spin.npy",
         )
     magnetic = _magnetic(inner, types)
@@ -57,7 +58,9 @@ def _magnetic(section: Section, types: Sequence[str]) -> list[bool]:
         valid = all(isinstance(n, int) and not isinstance(n, bool) and 0 <= n < len(types) for n in numbers)
         magnetic = [number in numbers for number in range(len(types))] if valid else []
     if not any(magnetic):
-        raise section.wrong("use_spin", chosen, f"true or false for each of {', '.join(types)}, or a list of magnetic types")
+        raise section.wrong(
+            "use_spin", chosen, f"true or false for each of {', '.join(types)}, or a list of magnetic types"
+        )
     return magnetic
 
 
@@ -88,8 +91,9 @@ def cutoff_with_spins(spin: dict[str, Any], data: dict[str, Any], file: Path) ->
     longest = max(
         (_longest(path, file) for name in ("train", "val") for path in source_paths(data.get(name))), default=0.0
     )
-    needed = math.ceil(11 * longest * max(spin["virtual_scale"])) / 10
-    return float(spin["rcut"]) + max(REACH, needed)
+    needed: float = math.ceil(11 * longest * max(spin["virtual_scale"])) / 10
+    cutoff: float = spin["rcut"] + max(REACH, needed)
+    return cutoff
 
 
 def _longest(path: str, file: Path) -> float:

@@ -34,7 +34,9 @@ def split_spin(model: Mapping[str, Any]) -> tuple[Tree, Tree]:
     pairs = _of_real_types(backbone.get("pair_exclude_types") or [], n)
     others = [pair for pair in _of_real_types(descriptor.pop("exclude_types", []), n) if pair not in pairs]
     if others:
-        raise ForgefieldError(f"descriptor.exclude_types contains {others}, which has no counterpart in a model of spins.")
+        raise ForgefieldError(
+            f"descriptor.exclude_types contains {others}, which has no counterpart in a model of spins."
+        )
     networks = fitting["nets"]["networks"]
     inner = dict(fitting["@variables"])
     if inner.get("bias_atom_e") is not None:
@@ -111,7 +113,12 @@ def joined_spin(standard: Tree, spin: Mapping[str, Any]) -> Tree:
     if collection["ndim"]:
         collection["networks"] = [*collection["networks"], *collection["networks"]]
     inner["bias_atom_e"] = np.concatenate([inner["bias_atom_e"]] * 2)
-    fitting |= {"ntypes": 2 * n, "exclude_types": excluded, "nets": {**collection, "ntypes": 2 * n}, "@variables": inner}
+    fitting |= {
+        "ntypes": 2 * n,
+        "exclude_types": excluded,
+        "nets": {**collection, "ntypes": 2 * n},
+        "@variables": inner,
+    }
     fitting["atom_ener"] = None if fitting["atom_ener"] is None else [*fitting["atom_ener"], *[None] * n]
     backbone = {
         **standard,

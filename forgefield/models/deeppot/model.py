@@ -251,6 +251,7 @@ class DeepPot(RegisteredModel[DeepPotOptions]):
                     f"model.atom_exclude_types contains {number}; indices of species are from 0 to {len(species) - 1}."
                 )
         _check_type_names(options.type_names, species)
+        _refuse_with_spin(options)
         short_range = complete_short_range(options, species, cutoff)
         short_range |= complete_added_table(options, species, cutoff)
         fitting_class, of_fitting = fitting_part(options.fitting_net)
@@ -261,7 +262,6 @@ class DeepPot(RegisteredModel[DeepPotOptions]):
         if options.spin is None:
             descriptor = descriptor_class.complete(of_descriptor, species=species, cutoff=cutoff, statistics=statistics)
         else:
-            _refuse_with_spin(options)
             of_spin = complete_spin(spin_options(options.spin), options.descriptor, species, cutoff)
             short_range |= {"spin": dataclasses.asdict(of_spin)}
             rcut = float(of_spin.rcut or cutoff)
@@ -393,7 +393,9 @@ class DeepPot(RegisteredModel[DeepPotOptions]):
 
 
 def _refuse_with_spin(options: DeepPotOptions) -> None:
-    """Raise for options that spins do not combine with."""
+    """Raise for options that do not combine with spins."""
+    if options.spin is None:
+        return
     used = {
         "branches": options.branches,
         "use_srtab": options.use_srtab or options.srtab,

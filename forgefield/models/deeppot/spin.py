@@ -41,8 +41,8 @@ class SpinOptions:
     use_spin: list[Any] = field(default_factory=list)
     """The magnetic species: true or false for each species, or symbols, or indices."""
     virtual_scale: float | list[float] | None = None
-    """Distance of a virtual atom from its atom, divided by the length of the spin, A; one number, or one for each species or each
-    magnetic species."""
+    """Distance of a virtual atom from its atom, A, divided by the length of the spin; one number, or one for each species or
+    each magnetic species."""
     rcut: float | None = option(None, above=0, unit="A")
     """Cutoff of the descriptor, A. `data.cutoff` has to be larger by the largest distance of a virtual atom from its atom."""
 
@@ -52,7 +52,9 @@ def spin_options(section: Mapping[str, Any] | SpinOptions) -> SpinOptions:
     return options_of_section(SpinOptions, section, where="model.spin")
 
 
-def complete_spin(options: SpinOptions, descriptor: Mapping[str, Any], species: Sequence[str], cutoff: float) -> SpinOptions:
+def complete_spin(
+    options: SpinOptions, descriptor: Mapping[str, Any], species: Sequence[str], cutoff: float
+) -> SpinOptions:
     """The options checked, with one value for each species. descriptor: the section `model.descriptor`. cutoff: A, of the
     neighbour lists."""
     check_values(options, "model.spin")
@@ -72,7 +74,7 @@ def complete_spin(options: SpinOptions, descriptor: Mapping[str, Any], species: 
     magnetic = magnetic_species(options.use_spin, species)
     if options.rcut is None or options.rcut >= cutoff:
         raise ForgefieldError(
-            f"model.spin.rcut is {options.rcut}; it is the cutoff of the descriptor, and has to be below data.cutoff={cutoff:g} "
+            f"model.spin.rcut is {options.rcut}; it is the cutoff of the descriptor and has to be below data.cutoff={cutoff:g} "
             "by the largest distance of a virtual atom from its atom (virtual_scale times the length of the spin)."
         )
     return SpinOptions(magnetic, scales(options.virtual_scale, magnetic), float(options.rcut))
@@ -86,8 +88,8 @@ def magnetic_species(use_spin: Sequence[Any], species: Sequence[str]) -> list[bo
         chosen = [species.index(one) if one in species else one for one in use_spin]
         if any(isinstance(one, bool) or not isinstance(one, int) or not 0 <= one < len(species) for one in chosen):
             raise ForgefieldError(
-                f"model.spin.use_spin is {list(use_spin)}; it needs true or false for each of {', '.join(species)}, or names of "
-                "these species, or their indices."
+                f"model.spin.use_spin is {list(use_spin)}; it needs true or false for each of {', '.join(species)}, or names "
+                "of these species, or their indices."
             )
         magnetic = [number in chosen for number in range(len(species))]
     if not any(magnetic):
@@ -106,8 +108,8 @@ def scales(virtual_scale: float | Sequence[float] | None, magnetic: Sequence[boo
     numbers = isinstance(values, (list, tuple)) and all(isinstance(v, (int, float)) for v in values)
     if not numbers or len(values) != len(magnetic) or any(has and not v > 0 for v, has in zip(values, magnetic)):
         raise ForgefieldError(
-            f"model.spin.virtual_scale is {virtual_scale!r}; it needs a positive number, or one for each species or each magnetic "
-            "species."
+            f"model.spin.virtual_scale is {virtual_scale!r}; it needs a positive number, or one for each species or each "
+            "magnetic species."
         )
     return [float(value) if has_spin else 0.0 for value, has_spin in zip(values, magnetic)]
 
@@ -201,8 +203,8 @@ class VirtualAtoms(nn.Module):
             longest = float(lengths.max()) if len(lengths) else 0.0
             if not longest <= self.reach + 1e-9:
                 raise ForgefieldError(
-                    f"the virtual atom of a spin is {longest:.4g} A from its atom (virtual_scale times the length of the spin), "
-                    f"but neighbour lists have room for {self.reach:.4g} A: data.cutoff minus model.spin.rcut."
+                    f"the virtual atom of a spin is {longest:.4g} A from its atom (virtual_scale times the length of the "
+                    f"spin), but neighbour lists have room for {self.reach:.4g} A: data.cutoff minus model.spin.rcut."
                 )
             return moved
         return torch.where((lengths <= self.reach + 1e-9).unsqueeze(1), moved, torch.nan)
@@ -210,8 +212,9 @@ class VirtualAtoms(nn.Module):
     def forward(
         self, batch: Batch, edges: EdgeContext, mask: Tensor | None, *, may_wait: bool
     ) -> tuple[Batch, EdgeContext, Tensor | None]:
-        """Batch and edges with virtual atoms, which follow the real atoms; edges end at real atoms. mask: (n_edges,) of the real
-        edges, 0 for those that are ignored; the third result is that of all edges.
+        """Batch and edges with virtual atoms, which follow the real atoms; edges end at real atoms.
+
+        mask: (n_edges,) of the real edges, 0 for those that are ignored; the third result is that of all edges.
 
         may_wait: whether edges that are ignored may be left out, which the host has to know.
         """
@@ -265,5 +268,3 @@ def _interleaved(graph: EdgeGraph, atoms: Tensor) -> Tensor:
     first = 2 * edges + graph.destination
     places = torch.cat([first + 1, first + 2, 2 * graph.by_destination.pointers[:-1] + atoms])
     return torch.zeros_like(places).index_copy(0, places, torch.arange(places.shape[0], device=atoms.device))
-
-

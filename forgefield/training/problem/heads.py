@@ -62,7 +62,9 @@ def head_specifications(
             _refuse_head_options(name, targets[name], (derivatives or {})[name])
             _require_shape_of_output(name, (derivatives or {})[name], data)
     heads = {
-        name: _specification(name, options, data) for name, options in targets.items() if name not in (derivatives or {})
+        name: _specification(name, options, data)
+        for name, options in targets.items()
+        if name not in (derivatives or {})
     }
     neighbours = float(data.statistics.mean_neighbours)
     vector = {"per": "atom", "shape": [3], "kind": "vector", "neighbours": neighbours}

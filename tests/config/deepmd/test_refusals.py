@@ -97,7 +97,7 @@ REFUSED: list[tuple[dict[str, Any], str, str]] = [
         "model.type_embedding",
         "is missing; the descriptor se_a_ebd_v2 reads it",
     ),
-    ({"model.spin": {}}, "model.spin", "magnetic"),
+    ({"model.spin": {}}, "model.spin.use_spin", "missing"),
     ({"model.descriptor.type": "dpa4"}, "model.descriptor.type", "not supported"),
     ({"model.descriptor": {"type": "dpa3"}}, "model.descriptor.repflow", "is missing"),
     (
@@ -128,7 +128,7 @@ REFUSED: list[tuple[dict[str, Any], str, str]] = [
     ({"loss.relative_f": 1.0}, "loss.relative_f", "not divided"),
     ({"loss.f_use_norm": True, "loss.loss_func": "mae"}, "loss.f_use_norm", "by component"),
     ({"loss.enable_atom_ener_coeff": True}, "loss.enable_atom_ener_coeff", "plain sums"),
-    ({"loss.type": "ener_spin"}, "loss.type", "not supported"),
+    ({"loss.type": "ener_spin"}, "loss.type", "no section 'spin'"),
     ({"loss.type": "tensor"}, "loss.type", "'model.fitting_net.type' is ener"),
     (
         {"loss": {"start_pref_e": 0, "limit_pref_e": 0, "start_pref_f": 0, "limit_pref_f": 0}},
