@@ -22,7 +22,7 @@ from forgefield.errors import ForgefieldError
 from forgefield.models.deeppot.deepmd_descriptors import descriptor_from_checkpoint
 from forgefield.models.deeppot.deepmd_networks import TYPES, Tree, networks_of_checkpoint
 from forgefield.models.deeppot.deepmd_spin import backbone_settings, spin_section
-from forgefield.models.deeppot.deepmd_tables import joined_table
+from forgefield.models.deeppot.deepmd_tables import joined_sum, joined_table, table_of_checkpoint
 from forgefield.models.deeppot.options import EnergyFittingOptions, fitting_part
 from forgefield.untrusted.archives import check_expansion
 from forgefield.untrusted.documents import load_json, load_yaml
@@ -129,7 +129,7 @@ def _read_frozen(path: Path) -> Tree:
         settings = json.loads(attributes.get("model_def_script") or "null")
     except (TypeError, ValueError):
         settings = None
-    if not isinstance(settings, Mapping) or "descriptor" not in settings:
+    if not isinstance(settings, Mapping) or not ("descriptor" in settings or "models" in settings):
         raise ForgefieldError(f"{path} does not contain the options of its model; {convert}.")
     if any(value is True for key, value in attributes.items() if key.endswith(".compress")):
         raise ForgefieldError(f"{path} is a compressed model; import the model that was given to `dp compress`.")
@@ -168,11 +168,10 @@ def _checkpoint_tree(
         standard = _checkpoint_tree(path, without, network)
         return standard | {"model": joined_table(standard["model"], arrays, settings, smin_alpha)}
     kind = settings.get("type", "standard")
+    if "models" in settings:
+        return _tree_of_sum(path, settings, arrays)
     if "descriptor" not in settings:
-        raise ForgefieldError(
-            f"{path} is a model of type {kind}; `dp convert-backend {path.name} {path.with_suffix('.dp').name}` writes a file "
-            "that can be imported if it is the sum of a network and a table."
-        )
+        raise ForgefieldError(f"{path} is a model of type {kind}, which cannot be imported.")
     n_species = len(settings["type_map"])
     descriptor = dict(settings["descriptor"])
     section = dict(settings["fitting_net"])
@@ -201,6 +200,20 @@ def _checkpoint_tree(
         "fitting": fitting,
     }
     return {"model": model, "software": "deepmd-kit", "version": "checkpoint"}
+
+
+def _tree_of_sum(path: Path, settings: Mapping[str, Any], arrays: Mapping[str, np.ndarray]) -> Tree:
+    """A sum of models; each part has its options in `models`."""
+    parts: list[Tree] = []
+    for number, section in enumerate(settings["models"]):
+        prefix, own = f"models.{number}.", {"type_map": settings["type_map"], **section}
+        if section.get("type") == "pairtab":
+            table = table_of_checkpoint(arrays, prefix)
+            parts.append({**table, "type_map": own["type_map"], "rcut": section["rcut"]})
+        else:
+            inside = {key.removeprefix(prefix): value for key, value in arrays.items() if key.startswith(prefix)}
+            parts.append(_checkpoint_tree(path, own, inside)["model"])
+    return {"model": joined_sum(parts, arrays, settings), "software": "deepmd-kit", "version": "checkpoint"}
 
 
 def _tensor_tree(fitting: Tree, arrays: Mapping[str, np.ndarray], n_species: int) -> Tree:

@@ -50,19 +50,7 @@ def joined_table(
     standard: its network. smin_alpha: as the file states it, A; that in `settings` is of the input, and DeePMD-kit's PyTorch
     does not use it.
     """
-    start, step, count, n_types = (float(value) for value in np.ravel(arrays["models.1.tab_info"]))
-    splines = np.asarray(arrays["models.1.tab_data"], dtype=np.float64).reshape(
-        int(n_types), int(n_types), int(count), 4
-    )
-    pairs = [splines[a, b] for a in range(int(n_types)) for b in range(a, int(n_types))]
-    # The constant of each piece is the energy at its beginning; the sum of the last piece that at its end.
-    energies = np.stack([np.append(piece[:, 3], piece[-1].sum()) for piece in pairs], 1)
-    distances = start + step * np.arange(len(energies))
-    table = {
-        "type": "pairtab",
-        "tab": {"rmin": start, "hh": step, "@variables": {"vdata": np.column_stack([distances, energies])}},
-        "@variables": {"out_bias": arrays["models.1.out_bias"]},
-    }
+    table = table_of_checkpoint(arrays, "models.1.")
     return {
         "type": "zbl",
         "type_map": settings["type_map"],
@@ -73,6 +61,36 @@ def joined_table(
         "sw_rmin": settings["sw_rmin"],
         "sw_rmax": settings["sw_rmax"],
         "smin_alpha": SMIN_ALPHA if smin_alpha is None else smin_alpha,
+    }
+
+
+def table_of_checkpoint(arrays: Mapping[str, np.ndarray], prefix: str) -> Tree:
+    """The tree of a table from the arrays of a checkpoint. prefix: of their names."""
+    start, step, count, n_types = (float(value) for value in np.ravel(arrays[f"{prefix}tab_info"]))
+    splines = np.asarray(arrays[f"{prefix}tab_data"], dtype=np.float64).reshape(
+        int(n_types), int(n_types), int(count), 4
+    )
+    pairs = [splines[a, b] for a in range(int(n_types)) for b in range(a, int(n_types))]
+    # The constant of each piece is the energy at its beginning; the sum of the last piece that at its end.
+    energies = np.stack([np.append(piece[:, 3], piece[-1].sum()) for piece in pairs], 1)
+    distances = start + step * np.arange(len(energies))
+    return {
+        "type": "pairtab",
+        "tab": {"rmin": start, "hh": step, "@variables": {"vdata": np.column_stack([distances, energies])}},
+        "@variables": {"out_bias": arrays[f"{prefix}out_bias"]},
+    }
+
+
+def joined_sum(parts: list[Tree], arrays: Mapping[str, np.ndarray], settings: Mapping[str, Any]) -> Tree:
+    """A model of type linear from its parts and the arrays of a checkpoint."""
+    return {
+        "type": "linear",
+        "type_map": settings["type_map"],
+        "atom_exclude_types": settings.get("atom_exclude_types", []),
+        "pair_exclude_types": settings.get("pair_exclude_types", []),
+        "@variables": {"out_bias": arrays["out_bias"]},
+        "models": parts,
+        "weights": settings.get("weights", "mean"),
     }
 
 

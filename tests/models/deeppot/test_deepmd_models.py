@@ -42,6 +42,11 @@ def test_predictions_are_those_of_deepmd(name, tmp_path):
     assert_equal_predictions(potential, predictions(name))
 
 
+@pytest.mark.parametrize("name", ["spin", "sum"])
+def test_checkpoints_are_the_same_models(name, tmp_path):
+    assert_equal_predictions(loaded(unpacked(tmp_path, f"{name}.pt")), predictions(name))
+
+
 @pytest.mark.parametrize("form", ["double", "tangent"])
 @pytest.mark.parametrize("name", NAMES)
 def test_parameter_gradients_are_those_of_deepmd(name, form, tmp_path):
