@@ -151,6 +151,8 @@ class AtomisticModel(nn.Module):
     """Additional keys of a batch that the model reads, by default none."""
     optional_inputs: tuple[str, ...] = ()
     """Those of `inputs` that have a default, so that frames need not have them."""
+    type_names: tuple[str, ...] | None = None
+    """Other names of `species`, which LAMMPS, systems of DeePMD-kit and structures of ASE may use; None: the symbols."""
     derivative_outputs: Mapping[str, DerivativeOutput] = {}
     """Outputs that are derivatives of the energy in one of `inputs`, by name."""
     branches: tuple[str, ...] = ()

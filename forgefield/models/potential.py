@@ -89,6 +89,11 @@ class Potential(nn.Module):
         return self.interface.species
 
     @property
+    def type_names(self) -> tuple[str, ...] | None:
+        """Other names of the species; None: they have none."""
+        return self.interface.type_names
+
+    @property
     def cutoff(self) -> float:
         return self.interface.cutoff
 

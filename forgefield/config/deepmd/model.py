@@ -11,7 +11,7 @@ from forgefield.config.deepmd.descriptors import STRIPPED, networks_of, translat
 from forgefield.config.deepmd.linear import network_and_table
 from forgefield.config.deepmd.section import MISSING, Section, is_number
 from forgefield.config.deepmd.spin import translate_spin
-from forgefield.config.deepmd.types import elements_of_types, renamed
+from forgefield.config.deepmd.types import describe_types, elements_of_types, is_stand_in, renamed
 from forgefield.config.deepmd.values import NETWORK, PRECISIONS, kind_of, written_values
 from forgefield.errors import ForgefieldError
 from forgefield.files import find_path
@@ -96,11 +96,13 @@ def translate_model(section: Section, elements: Sequence[str] | None = None) -> 
     options |= _short_range(section) | _preset_bias(section, len(species)) | ({} if table is None else table.options())
     if spin:
         options["spin"] = spin
+    if any(is_stand_in(name, element) for name, element in type_names.items()):
+        _refuse_configurations(section, descriptor)
     if type_names:
         options["type_names"] = types
         section.notes[section.path("type_map")] = (
-            f"{', '.join(f'{name} is {element}' for name, element in type_names.items())} in structures; training does not "
-            "depend on these elements (data.species), and files for DeePMD-kit contain the names (model.type_names)."
+            f"{describe_types(type_names)} in structures; training does not depend on these elements (data.species). "
+            "Systems, files for DeePMD-kit and LAMMPS have the names (model.type_names)."
         )
     section.finish()
     return Model(options, species, cutoff, precision, _parameter_fields(fitting), type_names)
@@ -125,6 +127,16 @@ def _refuse_other_kinds(section: Section) -> None:
     section.only("compress", None, "models are compressed when they are exported, not by the input")
     for name, why in WITHOUT_EFFECT.items():
         section.note(name, f"no effect: {why}.", unless=[{}])
+
+
+def _refuse_configurations(section: Section, descriptor: dict[str, Any]) -> None:
+    """Raise for descriptors that read elements, where elements are stand-ins."""
+    for part in networks_of(descriptor):
+        if part.get("use_econf_tebd"):
+            raise section.refused(
+                "descriptor.use_econf_tebd",
+                "reads the element of each type, which the names in 'model.type_map' do not tell",
+            )
 
 
 def _with_type_embedding(section: Section, descriptor: dict[str, Any]) -> dict[str, Any]:

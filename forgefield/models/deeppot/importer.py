@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from forgefield.config.deepmd.spin import spin_fields
-from forgefield.config.deepmd.types import elements_of_types, renamed
+from forgefield.config.deepmd.types import describe_types, elements_of_types, renamed
 from forgefield.errors import ForgefieldError
 from forgefield.models.building import build_model
 from forgefield.models.deeppot.deepmd_descriptors import cutoff_of_tree, descriptor_from_tree
@@ -129,7 +129,7 @@ def _assemble(path: Path, tree: Tree, elements: Sequence[str] | None) -> Importe
         origin=f"{path.name}: {tree.get('software', 'deepmd-kit')} {version}",
         checked="Checked: every weight has the shape that follows from the options in the file, and none is missing; the file "
         "contains no predictions to compare with."
-        + "".join(f" Type {name} is {element} in structures." for name, element in type_names.items()),
+        + (f" In structures, {describe_types(type_names)}." if type_names else ""),
     )
 
 

@@ -15,6 +15,7 @@ import torch
 from ase.data import atomic_numbers
 from torch import Tensor, nn
 
+from forgefield.config.deepmd.types import is_stand_in
 from forgefield.errors import ForgefieldError
 from forgefield.models.deeppot.descriptor import Descriptor
 from forgefield.models.deeppot.fitting import Fitting, branch_of_atoms
@@ -160,6 +161,7 @@ class DeepPot(RegisteredModel[DeepPotOptions]):
         if self.virtual is not None:
             self.inputs |= {SPIN: ("atom", 3)}
             self.derivative_outputs = derivative_outputs(self.virtual.magnetic.tolist())
+        self.type_names = None if options.type_names is None else tuple(options.type_names)
         self.branches = tuple(sorted(options.branches or ()))
         self.feature_dim = self.descriptor.dim_out + len(self.species)
 
@@ -250,7 +252,7 @@ class DeepPot(RegisteredModel[DeepPotOptions]):
                 raise ForgefieldError(
                     f"model.atom_exclude_types contains {number}; indices of species are from 0 to {len(species) - 1}."
                 )
-        _check_type_names(options.type_names, species)
+        _check_type_names(options, species)
         _refuse_with_spin(options)
         short_range = complete_short_range(options, species, cutoff)
         short_range |= complete_added_table(options, species, cutoff)
@@ -407,7 +409,15 @@ def _refuse_with_spin(options: DeepPotOptions) -> None:
             raise ForgefieldError(f"model.{key} cannot be combined with model.spin; remove one of them.")
 
 
-def _check_type_names(names: Sequence[str] | None, species: Sequence[str]) -> None:
+def _check_type_names(options: DeepPotOptions, species: Sequence[str]) -> None:
+    names = options.type_names
+    stand_ins = [pair for pair in zip(names or (), species) if is_stand_in(*pair)]
+    if options.zbl and stand_ins:
+        name, symbol = stand_ins[0]
+        raise ForgefieldError(
+            f"model.zbl reads the element of each species, but {symbol} stands for the type {name} (model.type_names); set "
+            "it to false."
+        )
     if names is not None and (len(names) != len(species) or len(set(names)) != len(names)):
         raise ForgefieldError(
             f"model.type_names is {list(names)}; it needs a different name for each of {', '.join(species)}, or leave it out."

@@ -68,7 +68,11 @@ REFUSED: list[tuple[dict[str, Any], str, str]] = [
     ({"model.descriptor.precision": "float16"}, "model.descriptor.precision", "float64 or float32"),
     ({"model.descriptor.sel": "auto:0.5"}, "model.descriptor.sel", "auto:FACTOR"),
     ({"model.type_map": ["O", "O"]}, "model.type_map", "different"),
-    ({"model.type_map": ["O", "D1"]}, "model.type_map", "the type 'D1', whose element is unclear"),
+    (
+        {"model.type_map": ["O", "D1"], "model.descriptor": {"type": "se_atten", "use_econf_tebd": True}},
+        "model.descriptor.use_econf_tebd",
+        "reads the element of each type",
+    ),
     ({"model.preset_out_bias": {"energy": [None, 1]}}, "model.preset_out_bias.energy", "each of the 2 types"),
     ({"training.training_data.batch_size": 0}, "training.training_data.batch_size", "positive whole number"),
     ({"training.training_data.batch_size": "auto:x"}, "training.training_data.batch_size", "auto:N"),
