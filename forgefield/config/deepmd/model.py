@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -182,6 +182,8 @@ def _embedding_types(part: dict[str, Any], tebd_dim: int) -> dict[str, Any]:
 def _types(section: Section, elements: Sequence[str] | None) -> list[str]:
     """Names of the atom types. elements: where the user gave them."""
     names = section.take("type_map", elements)
+    if names is None and (count := _types_of_sel(section)):
+        return [f"type_{number}" for number in range(count)]
     if names is None:
         raise section.refused(
             "type_map",
@@ -192,6 +194,13 @@ def _types(section: Section, elements: Sequence[str] | None) -> list[str]:
     if len(set(names)) != len(names):
         raise section.wrong("type_map", names, "a list of different names")
     return names
+
+
+def _types_of_sel(section: Section) -> int:
+    """Number of types of an input that does not name them, from the numbers of slots of its descriptor; 0 if that is unknown."""
+    descriptor = section.peek("descriptor")
+    sel = descriptor.get("sel") if isinstance(descriptor, Mapping) else None
+    return len(sel) if isinstance(sel, list) else 0
 
 
 def _fitting(section: Section) -> dict[str, Any]:

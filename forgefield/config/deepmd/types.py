@@ -41,7 +41,7 @@ def elements_of_types(file: str, key: str, names: Sequence[str], given: Sequence
         if taken and not free:
             raise ForgefieldError(
                 f"{file}: '{key}' has more types without an element of their own than elements that may stand for them "
-                f"({len(STAND_INS.split())}); give an element for each with data.species=[...] (convert-config, import: --species)."
+                f"({len(STAND_INS.split())}); give one for each with data.species=[...] (convert-config, import: --species)."
             )
         result.append(free.pop(0) if taken or element is None else element)
     return result

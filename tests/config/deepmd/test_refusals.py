@@ -36,7 +36,7 @@ REFUSED: list[tuple[dict[str, Any], str, str]] = [
     # missing
     ({"learning_rate": ...}, "learning_rate", "missing"),
     ({"learning_rate.start_lr": ...}, "learning_rate.start_lr", "missing"),
-    ({"model.type_map": ...}, "model.type_map", "missing"),
+    ({"model.type_map": ..., "model.descriptor.sel": "auto"}, "model.type_map", "missing"),
     ({"model.descriptor": ...}, "model.descriptor", "missing"),
     ({"model.fitting_net": ...}, "model.fitting_net", "missing"),
     ({"model.descriptor.type": ...}, "model.descriptor.type", "missing"),
@@ -90,7 +90,6 @@ REFUSED: list[tuple[dict[str, Any], str, str]] = [
     ({"nvnmd": {}}, "nvnmd", "TensorFlow"),
     ({"model.type": "linear_ener"}, "model.type", "model.models does not list them"),
     ({"model.type": "DPA4"}, "model.type", "an architecture that is not available here; `dp --pt train`"),
-    ({"model.type_map": ...}, "model.type_map", "name each atom type"),
     (
         {"model.type_embedding": {}, "model.descriptor": {"type": "se_e3"}},
         "model.type_embedding",
@@ -145,9 +144,9 @@ REFUSED: list[tuple[dict[str, Any], str, str]] = [
     ({"training.enable_tf32": True}, "training.enable_tf32", "float32"),
     ({"training.mixed_precision": {}}, "training.mixed_precision", "float32"),
     (
-        {**SINGLE, "training.mixed_precision": {"output_prec": "float64"}},
+        {**SINGLE, "training.mixed_precision": {"output_prec": "float16"}},
         "training.mixed_precision.output_prec",
-        "float32",
+        "float64",
     ),
     ({"training.training_data.min_pair_dist": 0.5}, "training.training_data.min_pair_dist", "take them out"),
     ({"training.numb_steps": ..., "training.numb_epoch": 1.5}, "training.numb_epoch", "numb_steps"),

@@ -223,10 +223,17 @@ SINGLE = {"model.descriptor.precision": "float32", "model.fitting_net.precision"
         ({"training.enable_tf32": True}, "tf32"),
         ({"training.mixed_precision": {"compute_prec": "bfloat16"}}, "bf16-mixed"),
         ({"training.mixed_precision": {"compute_prec": "float16", "output_prec": "float32"}}, "fp16-mixed"),
+        ({"training.mixed_precision": {"output_prec": "float64"}}, "fp16-mixed"),
     ],
 )
 def test_faster_arithmetic(changes: dict[str, Any], precision: str) -> None:
     assert translated({**SINGLE, **changes})["training"]["precision"] == precision
+
+
+def test_types_without_names_are_those_of_sel() -> None:
+    config = translated({"model.type_map": ...})
+    assert config["model"]["type_names"] == ["type_0", "type_1"]
+    assert config["data"]["species"] == ["He", "Ne"]
 
 
 def test_a_short_range_table_next_to_the_input_is_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
