@@ -197,7 +197,7 @@ def _types(section: Section, elements: Sequence[str] | None) -> list[str]:
 
 
 def _types_of_sel(section: Section) -> int:
-    """Number of types of an input that does not name them, from the numbers of slots of its descriptor; 0 if that is unknown."""
+    """Number of types of an input that does not name them, from the slots of its descriptor; 0 if that is unknown."""
     descriptor = section.peek("descriptor")
     sel = descriptor.get("sel") if isinstance(descriptor, Mapping) else None
     return len(sel) if isinstance(sel, list) else 0
