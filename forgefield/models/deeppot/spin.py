@@ -176,6 +176,8 @@ class VirtualAtoms(nn.Module):
 
     scale: Tensor
     magnetic: Tensor
+    tiny: Tensor
+    far: Tensor
 
     def __init__(self, options: SpinOptions, cutoff: float) -> None:
         super().__init__()
@@ -183,6 +185,8 @@ class VirtualAtoms(nn.Module):
         self.rcut, self.reach = options.rcut, cutoff - options.rcut
         self.register_buffer("scale", torch.tensor(options.virtual_scale, dtype=torch.float64), persistent=False)
         self.register_buffer("magnetic", torch.tensor(options.use_spin, dtype=torch.bool), persistent=False)
+        for name, length in (("tiny", TINY), ("far", 2 * self.rcut)):
+            self.register_buffer(name, torch.tensor([[length, 0.0, 0.0]], dtype=torch.float64), persistent=False)
 
     def displacements(self, batch: Mapping[str, Tensor], *, may_wait: bool) -> Tensor:
         """(n_atoms, 3) from each atom to its virtual atom, A; zero for species without a spin.
@@ -222,9 +226,8 @@ class VirtualAtoms(nn.Module):
         n = species.shape[0]
         to_virtual = self.displacements(batch, may_wait=may_wait)
         magnetic = self.magnetic.index_select(0, species)
-        tiny, far = (edges.vectors.new_tensor([[length, 0.0, 0.0]]) for length in (TINY, 2 * self.rcut))
-        own = torch.where((to_virtual == 0).all(1, keepdim=True), tiny, to_virtual)
-        own = torch.where(magnetic.unsqueeze(1), own, far)
+        own = torch.where((to_virtual == 0).all(1, keepdim=True), self.tiny, to_virtual)
+        own = torch.where(magnetic.unsqueeze(1), own, self.far)
         vectors = torch.cat([edges.vectors, edges.vectors + gather(to_virtual, graph.by_source), own])
         real = torch.ones_like(graph.source, dtype=torch.bool) if mask is None else mask > 0
         exists = torch.cat([real, magnetic.index_select(0, graph.source), magnetic])

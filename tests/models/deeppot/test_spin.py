@@ -6,42 +6,32 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
-import torch
 from ase import Atoms
 
 from forgefield import Calculator
 from forgefield.checks.suite import run_checks
-from forgefield.data.batch import SHAPES
 from forgefield.data.species import SpeciesTable
 from forgefield.errors import ForgefieldError
 from forgefield.inference.ase import frame_of_atoms
 from forgefield.models import resolve_model
-from forgefield.tasks.metrics import ErrorMetrics
-from forgefield.tasks.options import FieldTargetOptions, TargetOptions, TaskOptions
-from forgefield.tasks.task import Task
 from forgefield.training.engines.engine import Engine
 from forgefield.training.engines.script import ScriptEngine
-from forgefield.training.engines.step import StepFunction
+from forgefield.training.engines.verify import largest_difference
 from tests.support.deepmd_models import loaded, predictions, unpacked
 from tests.support.engine_cases import difference, labelled
+from tests.support.spins import step_function, with_spins
 
 
-def with_spins(batch, seed=0):
-    """The batch with spins, one of them zero, and with magnetic forces of every other atom."""
-    generator = torch.Generator().manual_seed(seed)
-    spins, forces = torch.randn(2, *batch["positions"].shape, generator=generator, dtype=torch.float64)
-    spins[0] = 0.0
-    forces[::2] = torch.nan
-    return {**batch, "spin": spins, "force_mag": forces}
-
-
-def step_function(potential, derivative):
-    names = ("O", "H")
-    options = TaskOptions(energy=TargetOptions(), forces=TargetOptions(weight=2.0))
-    options.fields = {"force_mag": FieldTargetOptions(weight=3.0)}
-    task = Task(options, names, potential.extra_outputs)
-    shapes = {**SHAPES, "spin": ("atoms", 3), "force_mag": ("atoms", 3)}
-    return StepFunction(potential.train(), task, ErrorMetrics(task.names, names), derivative=derivative, shapes=shapes)
+@pytest.mark.parametrize("form", ["double", "tangent"])
+@pytest.mark.parametrize("name", ["spin", "spin_atten"])
+def test_steps_that_never_wait_are_the_same(name, form, tmp_path, monkeypatch):
+    """On a GPU edges are masked; elsewhere those that are ignored are left out."""
+    potential, batch = loaded(unpacked(tmp_path, f"{name}.dp")), with_spins(labelled(5, 1, 7, box=8.0))
+    reference = Engine(step_function(potential, "double")).differentiate(batch)
+    monkeypatch.setattr(type(potential.model.descriptor), "may_wait_for", lambda self, tensor: False)
+    function = step_function(potential, form)
+    found = Engine(function).differentiate(batch)
+    assert largest_difference(found, reference, function.trained)[0] < 1e-10
 
 
 @pytest.mark.slow
