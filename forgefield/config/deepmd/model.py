@@ -27,7 +27,7 @@ _DPA4 = "an architecture that is not available here; `dp --pt train` trains it"
 OTHER_MODELS = {
     **dict.fromkeys(("dpa4", "DPA4", "dpa4c", "SeZM", "sezm"), _DPA4),
     "frozen": "a trained model; import its file (forgefield import deepmd FILE) and train with --init-model",
-    "pairtab": "a table without a network; a table with a network is model.use_srtab",
+    "pairtab": "a table without a network; a table with a network is model.use_srtab or linear_ener",
     "pairwise_dprc": "of DeePMD-kit's TensorFlow backend alone",
     "linear_ener": "a sum of models, and model.models does not list them",
 }
@@ -123,8 +123,8 @@ def _refuse_other_kinds(section: Section) -> None:
     section.only("data_stat_protect", 1e-2, "deviations are always protected by 0.01, DeePMD-kit's default")
     section.only("model_branch_alias", [], "this is for several models trained together")
     section.only("finetune_head", None, "this is for several models trained together")
-    section.only("modifier", None, "data modifiers are of DeePMD-kit's TensorFlow alone")
-    section.only("compress", None, "models are compressed when they are exported, not by the input")
+    section.only("modifier", None, "data modifiers (long-range electrostatics) are not supported here")
+    section.only("compress", None, "models are not compressed here; `dp compress` compresses an exported one")
     for name, why in WITHOUT_EFFECT.items():
         section.note(name, f"no effect: {why}.", unless=[{}])
 
