@@ -66,9 +66,13 @@ IMPORTER = DeepmdImporter()
 
 def _assemble(path: Path, tree: Tree, elements: Sequence[str] | None) -> ImportedModel:
     model, table = tree["model"], dict[str, Any]()
+    factors, others = [1.0], list[Tree]()
     if model["type"] in ("zbl", "linear", "linear_ener"):
         try:
-            model, table = split_table(model) if model["type"] == "zbl" else split_sum(model)
+            if model["type"] == "zbl":
+                model, table = split_table(model)
+            else:
+                model, factors, others, table = split_sum(model)
         except ForgefieldError as error:
             raise ForgefieldError(f"{path}: {error}") from error
     spin: Tree = {}
@@ -79,8 +83,8 @@ def _assemble(path: Path, tree: Tree, elements: Sequence[str] | None) -> Importe
             raise ForgefieldError(f"{path}: {error}") from error
     if model["type"] != "standard":
         raise ForgefieldError(
-            f"{path} is a model of type {model['type']}; standard models, those with spins (spin_ener), and those with a pair "
-            "table (zbl, linear), can be imported."
+            f"{path} is a model of type {model['type']}; standard models, those with spins (spin_ener) or a pair table "
+            "(zbl), and sums of them (linear), can be imported."
         )
     types = [str(name) for name in model["type_map"]]
     species = elements_of_types(str(path), "type_map", types, elements)
@@ -100,6 +104,9 @@ def _assemble(path: Path, tree: Tree, elements: Sequence[str] | None) -> Importe
         if fitting["type"] == "ener":
             of_fitting, fitting_weights = _energy_fitting(fitting, excluded)
             biases = {"out_bias": _energy_bias(model, fitting, len(species))}
+            sections, of_others = _added_networks(others, factors[1:], len(species))
+            weights |= of_others
+            biases |= {"networks": sections, "network_weight": factors[0]}
         else:
             of_fitting, fitting_weights = _tensor_fitting(model, fitting, excluded)
     except ForgefieldError as error:
@@ -115,7 +122,8 @@ def _assemble(path: Path, tree: Tree, elements: Sequence[str] | None) -> Importe
         **({"spin": spin} if spin else {}),
         **({TYPE_NAMES: types} if type_names else {}),
     }
-    cutoff = max(cutoff_of_tree(descriptor), table.get("pair_table_cutoff", 0.0)) + (REACH if spin else 0.0)
+    cutoffs = [cutoff_of_tree(network["descriptor"]) for network in others]
+    cutoff = max(cutoff_of_tree(descriptor), *cutoffs, table.get("pair_table_cutoff", 0.0)) + (REACH if spin else 0.0)
     resolved = resolve_model(section, species=species, cutoff=cutoff)
     weights |= fitting_weights
     precision = "float64" if any(array.dtype == np.float64 for array in weights.values()) else "float32"
@@ -131,6 +139,19 @@ def _assemble(path: Path, tree: Tree, elements: Sequence[str] | None) -> Importe
         "contains no predictions to compare with."
         + (f" In structures, {describe_types(type_names)}." if type_names else ""),
     )
+
+
+def _added_networks(networks: Sequence[Tree], factors: Sequence[float], n_species: int) -> tuple[list[Tree], Arrays]:
+    """The option `networks`, and the weights of these networks."""
+    sections: list[Tree] = []
+    weights: Arrays = {}
+    for number, (network, factor) in enumerate(zip(networks, factors, strict=True)):
+        of_descriptor, described = descriptor_from_tree(network["descriptor"], n_species)
+        of_fitting, fitted = _energy_fitting(network["fitting"], [])
+        named = {**{f"descriptor.{name}": value for name, value in described.items()}, **fitted}
+        weights |= {f"networks.{number}.{name}": value for name, value in named.items()}
+        sections.append({"descriptor": of_descriptor, "fitting_net": of_fitting, "weight": factor})
+    return sections, weights
 
 
 def _energy_bias(model: Tree, fitting: Tree, n_species: int) -> list[float]:

@@ -8,8 +8,10 @@ weights can be exchanged with it. Geometry and energies are float64, networks ha
 from __future__ import annotations
 
 import dataclasses
+import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from typing import Any
+from itertools import chain
+from typing import Any, cast
 
 import torch
 from ase.data import atomic_numbers
@@ -50,6 +52,7 @@ from forgefield.models.deeppot.spin import (
     with_virtual,
 )
 from forgefield.models.deeppot.statistics import environment_statistics
+from forgefield.models.deeppot.sums import Summand, complete_networks, inputs_of, networks_of
 from forgefield.models.deeppot.tensor_fitting import TensorFitting
 from forgefield.models.deeppot.variants import (
     check_branches,
@@ -67,8 +70,9 @@ from forgefield.models.interface import DerivativeOutput, DirectOutput, LastLaye
 from forgefield.models.resolved import TYPE_NAMES
 from forgefield.ops.graph import EdgeGraph, Segments, gather, join
 
-DESCRIPTOR_SECTIONS = ("descriptor", "descriptor.list")
-"""Where options of descriptors are: in the section, or in those of the parts of a hybrid."""
+DESCRIPTOR_SECTIONS = ("descriptor", "descriptor.list", "networks.descriptor", "networks.descriptor.list")
+"""Where options of descriptors are: in the section, or in those of the parts of a hybrid; the same in added networks."""
+FITTING_SECTIONS = ("fitting_net", "networks.fitting_net")
 
 
 BLOCKS = ("repinit", "repformer")
@@ -85,14 +89,15 @@ class DeepPot(RegisteredModel[DeepPotOptions]):
     shift_option = "out_bias"
     fits_shifts_to_new_energies = True
     species_options = {
-        "pair_exclude_types": "pairs", "atom_exclude_types": "indices", "out_bias": "rows", "fitting_net.atom_ener": "rows",
+        "pair_exclude_types": "pairs", "atom_exclude_types": "indices", "out_bias": "rows",
+        **{f"{part}.atom_ener": "rows" for part in FITTING_SECTIONS},
         **{f"{part}.exclude_types": "pairs" for part in DESCRIPTOR_SECTIONS},
         **{f"{part}.{key}": "rows" for part in DESCRIPTOR_SECTIONS for key in ("sel", "davg", "dstd", "most_neighbours")},
         "spin.use_spin": "rows", "spin.virtual_scale": "rows",
         **{f"{part}.{block}.{key}": "rows" for part in DESCRIPTOR_SECTIONS for block in BLOCKS for key in ROWS},
     }  # fmt: skip
-    seed_options = (*(f"{part}.seed" for part in DESCRIPTOR_SECTIONS), "fitting_net.seed")
-    training_options = (*(f"{part}.trainable" for part in DESCRIPTOR_SECTIONS), "fitting_net.trainable")
+    seed_options = tuple(f"{part}.seed" for part in (*DESCRIPTOR_SECTIONS, *FITTING_SECTIONS))
+    training_options = tuple(f"{part}.trainable" for part in (*DESCRIPTOR_SECTIONS, *FITTING_SECTIONS))
     out_bias: Tensor
     pair_seen: Tensor
     atom_seen: Tensor
@@ -158,12 +163,25 @@ class DeepPot(RegisteredModel[DeepPotOptions]):
         self.inputs |= self.descriptor.inputs
         self.optional_inputs = ("fparam",) if of_fitting.default_fparam is not None else ()
         self.optional_inputs += self.descriptor.optional_inputs
+        summands = [
+            Summand(section, species=self.species, cutoff=self.cutoff, dtype=dtype, generator=generator)
+            for section in networks_of(options)
+        ]
+        self.networks = nn.ModuleList(summands)
+        self.inputs |= inputs_of(summands)
+        kinds = {self.ghost_atoms, *(summand.descriptor.ghost_atoms for summand in summands)}
+        self.ghost_atoms = None if None in kinds else "exchange" if "exchange" in kinds else "local"
         if self.virtual is not None:
             self.inputs |= {SPIN: ("atom", 3)}
             self.derivative_outputs = derivative_outputs(self.virtual.magnetic.tolist())
         self.type_names = None if options.type_names is None else tuple(options.type_names)
         self.branches = tuple(sorted(options.branches or ()))
         self.feature_dim = self.descriptor.dim_out + len(self.species)
+
+    @property
+    def summands(self) -> list[Summand]:
+        """The added networks."""
+        return [cast("Summand", network) for network in self.networks]
 
     @classmethod
     def check_options(cls, section: Mapping[str, Any], *, make: Callable[..., object] | None = None) -> None:
@@ -206,7 +224,7 @@ class DeepPot(RegisteredModel[DeepPotOptions]):
         types change nothing."""
         if name == TYPE_NAMES:
             return True
-        if not name.startswith("descriptor.") or not name.endswith(".sel"):
+        if not re.match(r"(networks\[\d+\]\.)?descriptor\.(.*\.)?sel$", name):
             return False
         if section.get("type") not in ("se_atten", "se_atten_v2", "se_e3_tebd"):
             return False
@@ -254,6 +272,7 @@ class DeepPot(RegisteredModel[DeepPotOptions]):
                 )
         _check_type_names(options, species)
         _refuse_with_spin(options)
+        _refuse_with_networks(options)
         short_range = complete_short_range(options, species, cutoff)
         short_range |= complete_added_table(options, species, cutoff)
         fitting_class, of_fitting = fitting_part(options.fitting_net)
@@ -270,6 +289,7 @@ class DeepPot(RegisteredModel[DeepPotOptions]):
             descriptor = complete_descriptor(
                 descriptor_class, of_descriptor, rcut, species=species, statistics=statistics
             )
+        short_range |= {"networks": complete_networks(options, species, cutoff, statistics)}
         outputs: dict[str, Any] = {"fitting_net": dataclasses.asdict(fitting)}
         if options.branches:
             branches = _complete_branches(options, species, statistics)
@@ -295,7 +315,7 @@ class DeepPot(RegisteredModel[DeepPotOptions]):
         return {name: dataclasses.replace(output, uncounted=excluded) for name, output in outputs.items()}
 
     def energy_parameters(self) -> Iterator[nn.Parameter]:
-        return self.fitting.parameters()
+        return chain(self.fitting.parameters(), self.networks.parameters())
 
     def forward(self, batch: Batch, edges: EdgeContext | None = None) -> Tensor:
         """(n_atoms,) atomic energies, eV, float64."""
@@ -353,6 +373,10 @@ class DeepPot(RegisteredModel[DeepPotOptions]):
         if not energies:
             return descriptor, None
         atomic = self.fitting(descriptor, batch).squeeze(1).double()
+        if self.networks:
+            atomic = self.options.network_weight * atomic
+            for network in self.networks:
+                atomic = atomic + network(batch, edges, mask)
         return descriptor, self._completed(atomic, batch, edges, kinds, mask)
 
     def last_layer(self, batch: Batch, edges: EdgeContext) -> LastLayer:
@@ -360,6 +384,10 @@ class DeepPot(RegisteredModel[DeepPotOptions]):
             return super().last_layer(batch, edges)
         kinds, mask = self._pairs(batch["species"], edges.graph)
         features, weights = self.fitting.last_layer(self._described(batch, edges, mask)[0], batch)
+        if self.networks:
+            parts = [(self.options.network_weight * features, weights)]
+            parts += [summand.last_layer(batch, edges, mask) for summand in self.summands]
+            features, weights = (torch.cat(part, 1 - number) for number, part in enumerate(zip(*parts)))
         # All that follows the network is an affine function of its output.
         offsets = self._completed(torch.zeros_like(features[:, 0]), batch, edges, kinds, mask)
         if self.table is not None:
@@ -392,6 +420,21 @@ class DeepPot(RegisteredModel[DeepPotOptions]):
         if self.unseen:
             atomic = atomic * self.atom_seen.index_select(0, species)
         return atomic
+
+
+def _refuse_with_networks(options: DeepPotOptions) -> None:
+    """Raise for options that do not combine with sums of networks."""
+    used = {
+        "network_weight": not options.networks and options.network_weight != 1,
+        "branches": options.networks and options.branches,
+        "spin": options.networks and options.spin,
+        "use_srtab": options.networks and (options.use_srtab or options.srtab),
+        "fitting_net.type": options.networks and options.fitting_net.get("type", "ener") != "ener",
+    }
+    for key, value in used.items():
+        if value:
+            where = "needs model.networks" if key == "network_weight" else "cannot be combined with model.networks"
+            raise ForgefieldError(f"model.{key} {where}; remove one of them." if options.networks else f"model.{key} {where}.")
 
 
 def _refuse_with_spin(options: DeepPotOptions) -> None:

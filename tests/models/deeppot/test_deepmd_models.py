@@ -33,6 +33,7 @@ NAMES = [
     "dpa3_edges",
     "spin",
     "spin_atten",
+    "networks",
 ]
 
 
@@ -42,7 +43,7 @@ def test_predictions_are_those_of_deepmd(name, tmp_path):
     assert_equal_predictions(potential, predictions(name))
 
 
-@pytest.mark.parametrize("name", ["spin", "sum"])
+@pytest.mark.parametrize("name", ["spin", "sum", "networks"])
 def test_checkpoints_are_the_same_models(name, tmp_path):
     assert_equal_predictions(loaded(unpacked(tmp_path, f"{name}.pt")), predictions(name))
 
