@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from forgefield.config.deepmd.descriptors import STRIPPED, networks_of, translate_descriptor
-from forgefield.config.deepmd.linear import network_and_table
+from forgefield.config.deepmd.linear import Sum, parts_of_sum, within
 from forgefield.config.deepmd.section import MISSING, Section, is_number
 from forgefield.config.deepmd.spin import translate_spin
 from forgefield.config.deepmd.types import describe_types, elements_of_types, is_stand_in, renamed
@@ -77,7 +77,8 @@ class Model:
 
 def translate_model(section: Section, elements: Sequence[str] | None = None) -> Model:
     """elements: of the atom types, in their order, where the user gave them."""
-    section, table = network_and_table(section) if "models" in section.names() else (section, None)
+    parts = parts_of_sum(section) if "models" in section.names() else Sum(section, [], [1.0], None)
+    section, table = parts.first, parts.table
     _refuse_other_kinds(section)
     types = _types(section, elements)
     species = elements_of_types(str(section.file), section.path("type_map"), types, elements)
@@ -85,15 +86,23 @@ def translate_model(section: Section, elements: Sequence[str] | None = None) -> 
     descriptor, cutoff = translate_descriptor(section)
     descriptor = _with_type_embedding(section, descriptor)
     spin = translate_spin(section, descriptor, cutoff, types)
-    if table is not None:
-        descriptor, cutoff = table.within(descriptor, cutoff), max(cutoff, table.cutoff)
     fitting = _fitting(section)
-    precision = _agree_on_precision(descriptor, fitting)
+    networks = [_added_network(other) for other in parts.others]
+    precision = _agree_on_precision([descriptor, *(n[0] for n in networks)], [fitting, *(n[1] for n in networks)])
+    reach = max(cutoff, *(network[2] for network in networks), 0.0 if table is None else table.cutoff)
+    descriptor, cutoff = within(descriptor, cutoff, reach), reach
     options: dict[str, Any] = {"name": "deeppot", "descriptor": descriptor, "fitting_net": fitting}
     for name in ("pair_exclude_types", "atom_exclude_types"):
         if value := section.take(name, []):
             options[name] = value
     options |= _short_range(section) | _preset_bias(section, len(species)) | ({} if table is None else table.options())
+    if networks:
+        options["networks"] = [
+            {"descriptor": within(of_network, rcut, reach), "fitting_net": of_fitting, "weight": weight}
+            for (of_network, of_fitting, rcut), weight in zip(networks, parts.weights[1:], strict=True)
+        ]
+    if parts.weights[0] != 1:
+        options["network_weight"] = parts.weights[0]
     if spin:
         options["spin"] = spin
     if any(is_stand_in(name, element) for name, element in type_names.items()):
@@ -220,9 +229,20 @@ def _fitting(section: Section) -> dict[str, Any]:
     return {"type": kind, **options}
 
 
-def _agree_on_precision(descriptor: dict[str, Any], fitting: dict[str, Any]) -> str:
+def _added_network(section: Section) -> tuple[dict[str, Any], dict[str, Any], float]:
+    """Descriptor, fitting network and cutoff, A, of another network of a sum."""
+    section.choice("type", "standard", ("standard",))
+    descriptor, cutoff = translate_descriptor(section)
+    fitting = _fitting(section)
+    if fitting["type"] != "ener":
+        raise section.refused("fitting_net.type", f"is {fitting['type']}; only energies are added")
+    section.finish()
+    return descriptor, fitting, cutoff
+
+
+def _agree_on_precision(descriptors: list[dict[str, Any]], fittings: list[dict[str, Any]]) -> str:
     """One precision for the training if all networks have the same; else each keeps its setting."""
-    parts = [*networks_of(descriptor), fitting]
+    parts = [part for descriptor in descriptors for part in networks_of(descriptor)] + fittings
     precisions = [PRECISIONS[part.pop("precision", "default")] for part in parts]
     if len(set(precisions)) == 1:
         return precisions[0]

@@ -124,7 +124,9 @@ def split_sum(model: Tree) -> Sum:
         raise ForgefieldError("the parts of the model and the model itself have different type maps.")
     if any(part.get(key) for part in parts for key in ("atom_exclude_types", "pair_exclude_types")):
         raise ForgefieldError("a part of the model excludes types on its own, which is not supported.")
-    biases = [np.asarray(part["@variables"]["out_bias"], dtype=np.float64).reshape(1, -1, 1) for part in (*parts, model)]
+    biases = [
+        np.asarray(part["@variables"]["out_bias"], dtype=np.float64).reshape(1, -1, 1) for part in (*parts, model)
+    ]
     bias = sum(weight * values for weight, values in zip([*weights, 1.0], biases, strict=True))
     for number in networks:  # of the first network, added by the caller
         inner = parts[number]["fitting"]["@variables"].get("bias_atom_e")
@@ -136,10 +138,16 @@ def split_sum(model: Tree) -> Sum:
     for number in tables:
         table = parts[number]
         rows = np.asarray(table["tab"]["@variables"]["vdata"], dtype=np.float64)
-        read = {"start": float(table["tab"]["rmin"]), "step": float(table["tab"]["hh"]), "energies": rows[:, 1:].tolist()}
+        read = {
+            "start": float(table["tab"]["rmin"]),
+            "step": float(table["tab"]["hh"]),
+            "energies": rows[:, 1:].tolist(),
+        }
         options = {"added_table": read, "pair_table_cutoff": float(table["rcut"])}
         reach = max(reach, float(table["rcut"]))
-    first, *others = (parts[number] | {"descriptor": _within(parts[number]["descriptor"], reach)} for number in networks)
+    first, *others = (
+        parts[number] | {"descriptor": _within(parts[number]["descriptor"], reach)} for number in networks
+    )
     standard = {**first, **excluded, "@variables": {**first["@variables"], "out_bias": bias}}
     return Sum(standard, [weights[number] for number in networks], others, options)
 
@@ -152,8 +160,10 @@ def _within(descriptor: Tree, reach: float) -> Tree:
 
 
 def sum_tree(standard: Tree, others: Sequence[Tree], options: DeepPotOptions, cutoff: float) -> Tree:
-    """A model of type linear for DeePMD-kit. standard: the tree of its first network, with the bias of the whole. others: of the
-    other networks."""
+    """A model of type linear for DeePMD-kit.
+
+    standard: the tree of its first network, with the bias of the whole. others: of the other networks.
+    """
     bias = standard["@variables"]["out_bias"]
     nothing: dict[str, Any] = {"atom_exclude_types": [], "pair_exclude_types": []}
     variables = {"out_bias": np.zeros_like(bias), "out_std": np.ones_like(bias)}
@@ -190,9 +200,7 @@ def _single(network: Tree) -> Tree:
     parts = network["descriptor"].get("list", [])
     network = {**network, "descriptor": parts[0]} if len(parts) == 1 else network
     if network["descriptor"].get("sel") is None:
-        raise ForgefieldError(
-            "DeePMD-kit adds to networks with one descriptor; this one has a hybrid of several."
-        )
+        raise ForgefieldError("DeePMD-kit adds to networks with one descriptor; this one has a hybrid of several.")
     return network
 
 

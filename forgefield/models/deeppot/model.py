@@ -224,7 +224,7 @@ class DeepPot(RegisteredModel[DeepPotOptions]):
         types change nothing."""
         if name == TYPE_NAMES:
             return True
-        if not re.match(r"(networks\[\d+\]\.)?descriptor\.(.*\.)?sel$", name):
+        if not re.fullmatch(r"(networks\.)?descriptor\.(list\.)?sel", name):
             return False
         if section.get("type") not in ("se_atten", "se_atten_v2", "se_e3_tebd"):
             return False
@@ -434,7 +434,9 @@ def _refuse_with_networks(options: DeepPotOptions) -> None:
     for key, value in used.items():
         if value:
             where = "needs model.networks" if key == "network_weight" else "cannot be combined with model.networks"
-            raise ForgefieldError(f"model.{key} {where}; remove one of them." if options.networks else f"model.{key} {where}.")
+            raise ForgefieldError(
+                f"model.{key} {where}; remove one of them." if options.networks else f"model.{key} {where}."
+            )
 
 
 def _refuse_with_spin(options: DeepPotOptions) -> None:

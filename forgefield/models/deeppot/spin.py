@@ -244,7 +244,8 @@ class VirtualAtoms(nn.Module):
             mask = seen.index_select(0, order).to(vectors.dtype)
         both = {"species": torch.cat([species, species + self.scale.shape[0]])}
         if "frame" in batch:
-            both["frame"] = torch.cat([batch["frame"], batch["frame"]])
+            # Virtual atoms are in frames of their own, so that frames are sorted.
+            both["frame"] = torch.cat([batch["frame"], batch["frame"] + batch["n_atoms"].shape[0]])
         both_edges = EdgeGraph(source.index_select(0, order), destination.index_select(0, order), 2 * n)
         context = dataclasses.replace(
             edges, vectors=vectors.index_select(0, order), batch=both, graph_if_known=both_edges, memory=None

@@ -67,9 +67,7 @@ def complete_networks(
     return completed
 
 
-def network_statistics(
-    options: DeepPotOptions, species: Sequence[str], cutoff: float
-) -> list[DescriptorStatistics]:
+def network_statistics(options: DeepPotOptions, species: Sequence[str], cutoff: float) -> list[DescriptorStatistics]:
     """Statistics of the training data for each entry of `model.networks`."""
     return [
         descriptor_class.statistics(
@@ -113,7 +111,8 @@ class Summand(nn.Module):
 
     def forward(self, batch: Batch, edges: EdgeContext, mask: Tensor | None) -> Tensor:
         """(n_atoms,) energies times the weight, eV, float64."""
-        return self.weight * self.fitting(self.descriptor(batch, edges, mask)[0], batch).squeeze(1).double()
+        energies: Tensor = self.fitting(self.descriptor(batch, edges, mask)[0], batch)
+        return self.weight * energies.squeeze(1).double()
 
     def last_layer(self, batch: Batch, edges: EdgeContext, mask: Tensor | None) -> tuple[Tensor, Tensor]:
         """Features (n_atoms, n_weights), times the weight, and weights (n_weights,) of the last layer, float64."""
