@@ -148,6 +148,7 @@ def measure_frames(run: Run, config: Config, data: FrameData, journal: Journal, 
             results,
             hints,
             units=run.units,
+            names=run.names_of_species,
             statistics=run.info.get("statistics"),
             note=run.info.get("stopped_early"),
         )

@@ -71,6 +71,35 @@ def check_stress(probe: Probe, frames: Sequence[Frame], random: np.random.Genera
     return judged("stress = dE/dstrain", value, STRESS_TOLERANCE * largest + ROUNDING * energy, note)
 
 
+def check_derivative(probe: Probe, name: str, frames: Sequence[Frame], random: np.random.Generator) -> CheckResult:
+    """Compare an output that is a derivative of the energy in an input of atoms with differences of the energy, for frames with
+    this input."""
+    variable = probe.potential.derivative_outputs[name].variable
+    value, uncertainty, largest, energy = 0.0, 0.0, 0.1, 0.0
+    for frame in frames:
+        if variable not in frame.fields:
+            continue
+        vectors = np.nan_to_num(frame.fields[variable])
+        out = probe.potential(probe.batch([frame]), forces=False)
+        slopes, energy = out[name].detach().cpu().numpy(), max(energy, abs(float(out["energy"][0])))
+        largest = max(largest, float(np.max(np.abs(slopes))))
+        lengths = np.linalg.norm(vectors, axis=1, keepdims=True)
+        for direction in _displacements(len(frame), random):
+            towards = np.where(lengths > FORCE_STEP, direction, 0.0)  # at zero the energy need not be differentiable
+
+            def energies(
+                steps: np.ndarray, frame: Frame = frame, vectors: np.ndarray = vectors, towards: np.ndarray = towards
+            ) -> np.ndarray:
+                moved = [{variable: vectors + t * towards} for t in steps]
+                return probe.energies([edited(frame, fields=fields) for fields in moved])
+
+            slope, error = derivative(energies, FORCE_STEP)
+            value = np.maximum(value, abs(np.sum(slopes * towards) + slope))
+            uncertainty = np.maximum(uncertainty, error)
+    note = f"{name} is the negative derivative of the energy in {variable} (uncertainty {uncertainty:.0e})"
+    return judged(f"{name} = -dE/d{variable}", value, FORCE_TOLERANCE * largest + ROUNDING * energy, note)
+
+
 def strained(frame: Frame, strain: np.ndarray) -> Frame:
     """The frame with atoms and cell deformed by `strain`, (3, 3), symmetric."""
     deformation = np.eye(3) + strain

@@ -96,7 +96,7 @@ def _symmetry(
     actual, expected = [], []
     for original in frames:
         frame = symmetry.frame(original, probe.cutoff)
-        transformed = symmetry.transform(frame, random)
+        transformed = symmetry.apply(frame, random, probe.vectors)
         before = probe.values([frame])[0]
         actual.append(probe.values([transformed.frame])[0])
         expected.append({name: _expected(probe.declared[name], value, transformed) for name, value in before.items()})

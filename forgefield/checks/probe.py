@@ -5,7 +5,7 @@ Neither the user's model nor the frames are changed: a modified frame is a new f
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -55,11 +55,16 @@ class Probe:
         self.graph = graph if graph.adaptive_cutoff is not None else replace(graph, cutoff=self.cutoff)
         tensors = [*self.potential.parameters(), *self.potential.buffers()]
         self.device = tensors[0].device if tensors else torch.device("cpu")
+        self.vectors = {output.variable for output in self.potential.derivative_outputs.values()}
+        """Names of the inputs of atoms that are vectors."""
 
     def batch(self, frames: Sequence[Frame]) -> dict[str, torch.Tensor]:
         """A batch of these frames, with the fields that are inputs of the model and without labels."""
         fields = {name: field for name, field in fields_of(frames).items() if name in self.potential.inputs}
-        return to_device(batch_from_frames(list(frames), self.species, self.graph, fields), self.device)
+        batch = batch_from_frames(list(frames), self.species, self.graph, fields)
+        for name in self.vectors:  # structures of the checks have no spins
+            batch[name] = batch[name].nan_to_num() if name in batch else torch.zeros_like(batch["positions"])
+        return to_device(batch, self.device)
 
     def outputs(self, frames: Sequence[Frame]) -> list[Outputs]:
         """Energy, forces and stress of the frames, evaluated together in one batch."""
@@ -88,14 +93,16 @@ def edited(
     numbers: np.ndarray | None = None,
     cell: np.ndarray | None = None,
     pbc: np.ndarray | None = None,
+    fields: Mapping[str, np.ndarray] | None = None,
 ) -> Frame:
-    """The frame without labels, with other positions, numbers, cell or pbc."""
+    """The frame without labels, with other positions, numbers, cell, pbc or fields."""
     return replace(
         frame,
         positions=frame.positions if positions is None else positions,
         numbers=frame.numbers if numbers is None else numbers,
         cell=frame.cell if cell is None else cell,
         pbc=frame.pbc if pbc is None else pbc,
+        fields=frame.fields if fields is None else {**frame.fields, **fields},
         energy=None,
         forces=None,
         stress=None,

@@ -13,7 +13,7 @@ import numpy as np
 from rich.console import Console
 from rich.table import Table
 
-from forgefield.checks.derivatives import check_cutoff, check_forces, check_stress
+from forgefield.checks.derivatives import check_cutoff, check_derivative, check_forces, check_stress
 from forgefield.checks.outputs import KeyedProbe, OutputProbe, check_outputs
 from forgefield.checks.probe import CheckResult, Probe
 from forgefield.checks.symmetry import (
@@ -189,6 +189,7 @@ def _check_energies(
     return [
         *(check_symmetry(law, probe, frames, generator) for law in (ROTATION, REFLECTION, TRANSLATION, PERMUTATION)),
         *([] if probe.potential.forces_are_direct else [check_forces(probe, frames, generator)]),
+        *(check_derivative(probe, name, frames, generator) for name in probe.potential.derivative_outputs),
         check_stress(probe, frames, generator),
         check_batch(probe, frames, generator),
         check_cutoff(probe, frames, generator),

@@ -30,7 +30,7 @@ def check_symmetry(
     before = probe.each(frames)
     value = 0.0
     for frame, out in zip(frames, before):
-        transformed = symmetry.transform(frame, random)
+        transformed = symmetry.apply(frame, random, probe.vectors)
         forces = transformed.rotated(transformed.of_atoms(out.forces), 1)
         expected = Outputs(transformed.copies * out.energy, forces, transformed.rotated(out.stress, 2))
         value = np.maximum(value, difference(probe.outputs([transformed.frame])[0], expected))

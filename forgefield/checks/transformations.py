@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Collection
+from dataclasses import dataclass, replace
 
 import numpy as np
 
@@ -47,6 +47,14 @@ class Symmetry:
     note: str
     outputs_note: str
     periodic: bool = False
+
+    def apply(self, frame: Frame, random: np.random.Generator, vectors: Collection[str] = ()) -> Transformed:
+        """The transformed frame, with the values of its atoms. vectors: names of those that are vectors."""
+        transformed = self.transform(frame, random)
+        fields = dict(frame.fields)
+        for name in frame.per_atom & fields.keys():
+            fields[name] = transformed.rotated(transformed.of_atoms(fields[name]), int(name in vectors))
+        return replace(transformed, frame=replace(transformed.frame, fields=fields))
 
     def frame(self, frame: Frame, cutoff: float) -> Frame:
         """The frame to transform: with periodic boundaries if the law needs them."""

@@ -4,7 +4,7 @@ In the input file:
 
   units metal
   pair_style forgefield RUN               # keywords: which, device, dtype, head, uncertainty, trust_code
-  pair_coeff * * Cu Au                    # chemical symbol of each atom type
+  pair_coeff * * Cu Au                    # chemical symbol of each atom type, or its name in the model
 
 All arguments with one dash are those of lmp; -in is required. The plugin for LAMMPS is compiled on first use, which takes some
 seconds.

@@ -103,6 +103,7 @@ def _run(args: argparse.Namespace, ranks: Ranks) -> int:
         results,
         [*hints, f"report: {opened.path / 'report.html'}"],
         units=opened.units | (OBSERVABLE_UNITS if opened.of_points else {}),
+        names=None if opened.of_points else opened.names_of_species,
         statistics=opened.info.get("statistics"),
     )
     return 0

@@ -17,6 +17,7 @@ import torch
 from ase import Atoms
 from ase.calculators.calculator import Calculator as AseCalculator
 from ase.calculators.calculator import PropertyNotImplementedError, all_changes
+from ase.data import atomic_numbers
 from ase.stress import full_3x3_to_voigt_6_stress
 from torch import nn
 
@@ -217,7 +218,7 @@ class Calculator(AseCalculator):
             self._by_engine(self.engine, atoms, properties, system_changes)
             return
         super().calculate(atoms, list(properties), list(system_changes))
-        frame = check_frame(frame_of_atoms(self.atoms))
+        frame = check_frame(frame_of_atoms(self.atoms, self.potential))
         has_volume = frame.volume > 0
         if "stress" in properties and not has_volume:
             raise PropertyNotImplementedError("stress needs a cell with a volume; this structure has none")
@@ -272,7 +273,7 @@ class Calculator(AseCalculator):
 
     def _set_systems(self, engine: DeviceEngine) -> None:
         """Pass a new composition to the engine; the first one also to the eager model."""
-        frame = check_frame(frame_of_atoms(self.atoms))
+        frame = check_frame(frame_of_atoms(self.atoms, self.potential))
         before, now = self._composition, (frame.numbers, np.asarray(frame.pbc, dtype=bool))
         if before is not None and all(np.array_equal(one, other) for one, other in zip(before, now)):
             return
@@ -304,9 +305,11 @@ class Calculator(AseCalculator):
         if self.engine is not None and self.atoms is not None:
             return self._changes(self.atoms, atoms)
         changes = super().check_state(atoms, tol=tol)
+        changes += _other_types(self.atoms, atoms)
         if self.potential.inputs and self.atoms is not None:
             before, now = (parameters_of(structure, self.potential) for structure in (self.atoms, atoms))
-            changes += [name for name in now if not np.array_equal(now[name], before.get(name, np.nan))]
+            names = before.keys() | now.keys()
+            changes += [name for name in names if not np.array_equal(now.get(name, np.nan), before.get(name, np.nan))]
         return changes
 
     @staticmethod
@@ -316,6 +319,7 @@ class Calculator(AseCalculator):
             name for name in ("positions", "numbers") if not np.array_equal(before.arrays[name], now.arrays[name])
         ]
         changes += [] if np.array_equal(before.cell.array, now.cell.array) else ["cell"]
+        changes += _other_types(before, now)
         return changes if np.array_equal(before.pbc, now.pbc) else [*changes, "pbc"]
 
     def _inputs(self, atoms: Atoms) -> dict[str, torch.Tensor]:
@@ -338,6 +342,15 @@ class Calculator(AseCalculator):
         return {name: tensor.to(self.device) for name, tensor in batch.items()}
 
 
+def _other_types(before: Atoms | None, now: Atoms) -> list[str]:
+    """`numbers` if the names of types have changed."""
+    names = [None if atoms is None else atoms.arrays.get(TYPE_NAMES) for atoms in (before, now)]
+    if names[0] is None and names[1] is None:
+        return []
+    first, second = (np.asarray(one, dtype=str) for one in names)
+    return [] if np.array_equal(first, second) else ["numbers"]
+
+
 def parameters_of(atoms: Atoms, potential: Potential) -> dict[str, np.ndarray]:
     """Additional inputs of the model: those of the frame from `atoms.info`, those of atoms from `atoms.arrays`."""
     found = {}
@@ -354,11 +367,25 @@ def parameters_of(atoms: Atoms, potential: Potential) -> dict[str, np.ndarray]:
     return found
 
 
-def frame_of_atoms(atoms: Atoms) -> Frame:
-    """The frame of a structure, without labels."""
+TYPE_NAMES = "type_names"
+"""Array of a structure with the model's name of each atom's type, where that is not the element."""
+
+
+def frame_of_atoms(atoms: Atoms, potential: Potential | None = None) -> Frame:
+    """The frame of a structure, without labels. potential: may have other names of species, which `atoms.arrays['type_names']`
+    then contains."""
+    numbers = atoms.numbers
+    if potential is not None and potential.type_names is not None and TYPE_NAMES in atoms.arrays:
+        by_name = {name: atomic_numbers[s] for name, s in zip(potential.type_names, potential.species)}
+        names = [str(name) for name in atoms.arrays[TYPE_NAMES]]
+        if unknown := [name for name in names if name not in by_name]:
+            raise ForgefieldError(
+                f"atoms.arrays['{TYPE_NAMES}'] contains {unknown[0]!r}; the types of the model are {', '.join(by_name)}."
+            )
+        numbers = [by_name[name] for name in names]
     return Frame(
         positions=np.array(atoms.positions, dtype=np.float64),
-        numbers=np.array(atoms.numbers, dtype=np.int64),
+        numbers=np.array(numbers, dtype=np.int64),
         cell=np.array(atoms.cell, dtype=np.float64),
         pbc=np.array(atoms.pbc, dtype=bool),
         source=f"structure {atoms.get_chemical_formula()}",

@@ -108,7 +108,7 @@ def evaluate_atoms(potential: Potential, atoms: object) -> Evaluation:
             f"A potential takes ase.Atoms or a batch of tensors, not {type(atoms).__name__}: potential(atoms); for files and "
             "lists of structures use forgefield.predict(run, structures), for dynamics atoms.calc = forgefield.Calculator(run)."
         )
-    frame = check_frame(frame_of_atoms(atoms))
+    frame = check_frame(frame_of_atoms(atoms, potential))
     batch = batch_from_frames([frame], SpeciesTable(potential.species, trained=True), graph_of(potential))
     inputs = parameters_of(atoms, potential)
     with evaluating(potential, None) as place:

@@ -18,7 +18,7 @@ from forgefield.models.potential import Potential
 from forgefield.models.predictor import DirectOutputs, Predictor
 from forgefield.models.registry import ARCHITECTURES, registered_class
 from forgefield.models.resolved import DIRECT, HEADS, MODULE_FOLDER, PREDICTS, REFERENCES
-from forgefield.models.resolving import FROM_DATA, Options, adapted_class, extra_outputs_of, model_class
+from forgefield.models.resolving import FROM_DATA, Options, adapted_class, extra_outputs_of, model_class, networks_of
 
 PRECISIONS = {"float32": torch.float32, "float64": torch.float64}
 
@@ -59,9 +59,12 @@ def _wrap(
         return Potential(model, max_neighbours=max_neighbours)
     if predicts.get(DIRECT):
         return DirectOutputs(model, extra_outputs_of(resolved), max_neighbours=max_neighbours)
+    heads = networks_of(predicts[HEADS])
+    if not heads and predicts["energy"]:
+        return Potential(model, max_neighbours=max_neighbours)
     return Predictor(
         model,
-        head_options(predicts[HEADS]),
+        head_options(heads),
         has_energy=predicts["energy"],
         max_neighbours=max_neighbours,
         dtype=dtype,

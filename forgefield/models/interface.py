@@ -118,6 +118,14 @@ class DirectOutput:
     uncounted: list[int] = field(default_factory=list)
 
 
+@dataclass
+class DerivativeOutput(DirectOutput):
+    """An output that is minus the derivative of the energy in an input of atoms, such as a magnetic force."""
+
+    variable: str = ""
+    """The input, (n_atoms, 3), whose values are vectors."""
+
+
 class AtomisticModel(nn.Module):
     """Base of models of atoms. `species` and `cutoff` are set by `__init__`; everything else has a default."""
 
@@ -146,6 +154,10 @@ class AtomisticModel(nn.Module):
     """Additional keys of a batch that the model reads, by default none."""
     optional_inputs: tuple[str, ...] = ()
     """Those of `inputs` that have a default, so that frames need not have them."""
+    type_names: tuple[str, ...] | None = None
+    """Other names of `species`, which LAMMPS, systems of DeePMD-kit and structures of ASE may use; None: the symbols."""
+    derivative_outputs: Mapping[str, DerivativeOutput] = {}
+    """Outputs that are derivatives of the energy in one of `inputs`, by name."""
     branches: tuple[str, ...] = ()
     """Names of several energies of one model, in the order of `batch["branch"]`; empty for a model with one energy."""
 
@@ -340,6 +352,11 @@ class RegisteredModel(AtomisticModel, Generic[OptionsT]):
     @classmethod
     def direct_outputs(cls, section: Section) -> Mapping[str, DirectOutput]:
         """Outputs that the model with these options has instead of energies, by name. Default: none."""
+        return {}
+
+    @classmethod
+    def derivatives(cls, section: Section) -> Mapping[str, DerivativeOutput]:
+        """`derivative_outputs` of a model with these options. Default: none."""
         return {}
 
     @classmethod

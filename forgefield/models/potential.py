@@ -7,7 +7,7 @@ them share, in float64: forces are the exact derivative of the energy, stress it
 from __future__ import annotations
 
 import copy
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -27,7 +27,7 @@ from forgefield.models.edges import (
     rows_times,
     volumes,
 )
-from forgefield.models.interface import AtomisticModel, ExtraOutput, LastLayer, declared
+from forgefield.models.interface import AtomisticModel, DerivativeOutput, ExtraOutput, LastLayer, declared
 from forgefield.ops.graph import EdgeGraph, GradientSwitch, Segments, edge_graph, gather, is_traced, segment_sum
 
 
@@ -67,7 +67,12 @@ class Potential(nn.Module):
     @property
     def extra_outputs(self) -> Mapping[str, ExtraOutput]:
         """Outputs other than energy, forces and stress, by name."""
-        return {}
+        return self.derivative_outputs
+
+    @property
+    def derivative_outputs(self) -> Mapping[str, DerivativeOutput]:
+        """Outputs that are minus the derivative of the energy in an input of atoms, by name."""
+        return self.interface.derivative_outputs
 
     @property
     def uncertainty_outputs(self) -> Mapping[str, str]:
@@ -82,6 +87,11 @@ class Potential(nn.Module):
     @property
     def species(self) -> tuple[str, ...]:
         return self.interface.species
+
+    @property
+    def type_names(self) -> tuple[str, ...] | None:
+        """Other names of the species; None: they have none."""
+        return self.interface.type_names
 
     @property
     def cutoff(self) -> float:
@@ -120,7 +130,7 @@ class Potential(nn.Module):
         calculated = self.interface.calculated(batch, forces=forces, stress=stress)
         if calculated is not None:
             return calculated
-        if not (forces or stress):
+        if not (forces or stress or self.derivative_outputs):
             return self._outputs(*self._encode(batch, EdgeContext(edge_vectors(batch), batch, memory=memory)), batch)
         with torch.enable_grad():
             if self.interface.only_edge_vectors:
@@ -179,14 +189,16 @@ class Potential(nn.Module):
         vectors = edge_vectors(batch)
         outer = vectors.requires_grad
         vectors = vectors if outer else vectors.requires_grad_(True)
+        batch, variables = self._with_variables(batch)
         switch, graph, again = GradientSwitch(), edge_graph(batch), self.training or outer
         atomic, features = self._encode(batch, EdgeContext(vectors, batch, graph, switch, again, memory))
         if again:
             outputs = self._outputs(atomic, features, batch)
         else:  # nobody differentiates them
             outputs = self._outputs(atomic.detach(), None if features is None else features.detach(), batch)
-        (slope,) = _derivatives(atomic, [vectors], again)
+        slope, *others = _derivatives(atomic, [vectors, *variables.values()], again)
         switch.off = self.training and not outer
+        outputs |= self._minus(variables, others)
         if forces:
             outputs["forces"] = _edge_forces(slope, graph)
         if stress:
@@ -199,15 +211,32 @@ class Potential(nn.Module):
     def _through_positions(self, batch: Batch, forces: bool, stress: bool) -> dict[str, Tensor]:
         """Differentiate in positions and in a symmetric strain of positions and cells."""
         outer = batch["positions"].requires_grad or batch["cell"].requires_grad
+        batch, variables = self._with_variables(batch)
         moved, positions, strain = strained(batch)
         atomic, features = self._encode(moved, EdgeContext(edge_vectors(moved), moved))
         outputs = self._outputs(atomic, features, batch)
-        slope, virial = _derivatives(atomic, [positions, strain], self.training or outer)
+        slope, virial, *others = _derivatives(atomic, [positions, strain, *variables.values()], self.training or outer)
+        outputs |= self._minus(variables, others)
         if forces:
             outputs["forces"] = -slope
         if stress:
             outputs["stress"] = per_volume(virial, batch["cell"])
         return outputs
+
+    def _with_variables(self, batch: Batch) -> tuple[Batch, dict[str, Tensor]]:
+        """The batch, and the inputs in it, by name, in which the energy is differentiated."""
+        names = dict.fromkeys(output.variable for output in self.derivative_outputs.values())
+        variables = {
+            name: value if (value := batch[name]).requires_grad else value.detach().requires_grad_(True)
+            for name in names
+            if name in batch
+        }
+        return batch | variables, variables
+
+    def _minus(self, variables: Mapping[str, Tensor], slopes: Sequence[Tensor]) -> dict[str, Tensor]:
+        """Derivative outputs from the derivatives in `variables`."""
+        found = dict(zip(variables, slopes, strict=True))
+        return {name: -found[output.variable] for name, output in self.derivative_outputs.items()}
 
     def response(
         self, batch: Batch, adjoints: Mapping[str, Tensor], memory: StepMemory | None = None
@@ -230,6 +259,11 @@ class Potential(nn.Module):
             strain = torch.where(volume > 0, strain / volume, torch.zeros_like(strain))
         with forward_ad.dual_level():
             moving, edges = self._moving(batch, direction, strain, memory)
+            moving = moving | {
+                output.variable: forward_ad.make_dual(batch[output.variable].detach(), -adjoints[name])
+                for name, output in self.derivative_outputs.items()
+                if name in adjoints
+            }
             tangents = self.interface.tangents(moving, edges)
             if tangents is None:
                 atomic, features = self._encode(moving, edges)

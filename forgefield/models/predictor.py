@@ -58,8 +58,9 @@ class Predictor(Potential):
                 parameter.requires_grad_(False)
 
     @property
-    def extra_outputs(self) -> Mapping[str, HeadOptions]:
-        return {name: self.head(name).options for name in self._names if name not in (FORCES, NOISE)}
+    def extra_outputs(self) -> Mapping[str, ExtraOutput]:
+        heads = {name: self.head(name).options for name in self._names if name not in (FORCES, NOISE)}
+        return {**self.derivative_outputs, **heads} if self.has_energy else heads
 
     @property
     def needs_keys(self) -> bool:

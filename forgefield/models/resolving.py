@@ -23,10 +23,10 @@ from forgefield.errors import ForgefieldError
 from forgefield.kinds import FRAMES, POINTS, kind_of_model
 from forgefield.models.edges import Batch
 from forgefield.models.heads.options import check_heads, complete_heads, head_options
-from forgefield.models.interface import DirectOutput, ExtraOutput, RegisteredModel, Section
+from forgefield.models.interface import DerivativeOutput, DirectOutput, ExtraOutput, RegisteredModel, Section
 from forgefield.models.options import check_keys
 from forgefield.models.registry import ARCHITECTURES, registered_class
-from forgefield.models.resolved import DIRECT, HEADS, MODULE_FOLDER, PREDICTS, REFERENCES
+from forgefield.models.resolved import DIRECT, HEADS, MODULE_FOLDER, PREDICTS, REFERENCES, VARIABLE
 
 if TYPE_CHECKING:
     from _typeshed import DataclassInstance
@@ -146,6 +146,9 @@ def resolve_model(
         registered = registered_class(name)
         full = resolved | _resolve_registered(registered, section, resolved, facts, trust)
         direct = registered.direct_outputs(full)
+        if has_energy and (derived := registered.derivatives(full)):
+            stored = full.get(PREDICTS, {}).get(HEADS, {}) | {name: asdict(output) for name, output in derived.items()}
+            full = full | {PREDICTS: {"energy": True, HEADS: stored}}
         return full | ({PREDICTS: _describe(direct, units or {})} if direct else {})
     folder = user_module_folder(name)
     arguments = _resolve_user_model(cls, name, section, facts, has_energy)
@@ -218,6 +221,17 @@ def direct_outputs(options: Mapping[str, Any], *, trust: Trust = NO_CODE) -> Map
     return registered_class(name).direct_outputs(section) if name in ARCHITECTURES else {}
 
 
+def networks_of(heads: Section) -> Options:
+    """Those of `HEADS` that are networks, and not derivatives of the energy."""
+    return {name: facts for name, facts in heads.items() if VARIABLE not in facts}
+
+
+def derivative_outputs(options: Section) -> Mapping[str, DerivativeOutput]:
+    """Outputs of a model that are derivatives of its energy in an input of atoms; empty for most models. options: resolved or
+    not."""
+    return hooks_of(options).derivatives(options)
+
+
 def _describe(outputs: Mapping[str, DirectOutput], units: Mapping[str, str]) -> Options:
     """Those that are trained or always computed, for `PREDICTS`."""
     chosen = {name: facts for name, facts in sorted(outputs.items()) if facts.always or name in units}
@@ -232,7 +246,9 @@ def extra_outputs_of(resolved: Section) -> Mapping[str, ExtraOutput]:
     """Outputs of a model with these resolved options other than energy, forces and stress, by name."""
     predicts = resolved.get(PREDICTS, {})
     if not predicts.get(DIRECT):
-        return head_options(predicts.get(HEADS, {}))
+        heads = predicts.get(HEADS, {})
+        derived = {name: DerivativeOutput(**facts) for name, facts in heads.items() if VARIABLE in facts}
+        return {**derived, **head_options(networks_of(heads))}
     return {name: DirectOutput(**facts) for name, facts in predicts[HEADS].items()}
 
 

@@ -176,6 +176,11 @@ class Run:
         return {name: symbol for name, symbol in zip(names, self.species) if name != symbol}
 
     @property
+    def names_of_species(self) -> dict[str, str]:
+        """Names of atom types by element, of those that have other names."""
+        return {symbol: name for name, symbol in self.type_names.items()}
+
+    @property
     def cutoff(self) -> float:
         return float(self.info["cutoff"])
 

@@ -10,6 +10,8 @@ from forgefield.training.engines.compiled import CompileEngine
 from forgefield.training.engines.engine import Engine
 from forgefield.training.engines.graphs import GraphsEngine
 from forgefield.training.engines.verify import largest_difference
+from tests.support import spins
+from tests.support.deepmd_models import loaded, unpacked
 from tests.support.deeppots import make_deeppot
 from tests.support.engine_cases import labelled, step_function
 from tests.support.gpu_batches import SIZES, on_gpu
@@ -83,6 +85,20 @@ def test_steps_with_pairs_of_neighbours_equal_those_of_the_cpu(kind, engine):
         expected = oracle.differentiate(labelled(*atoms, seed=number, box=6.0))
         found = moved(steps.differentiate(on_gpu(*atoms, seed=number)))
         assert largest_difference(found, expected, oracle.function.trained)[0] < 1e-9
+
+
+@pytest.mark.parametrize("engine", ["eager", "captured"])
+@pytest.mark.parametrize("name", ["spin", "spin_atten"])
+def test_steps_with_spins_equal_those_of_the_cpu(name, engine, tmp_path):
+    oracle, potential = (loaded(unpacked(tmp_path, f"{name}.dp")) for _ in range(2))
+    reference = Engine(spins.step_function(oracle, "double"))
+    steps = Engine(spins.step_function(potential.cuda(), "tangent"))
+    if engine == "captured":
+        steps = GraphsEngine(steps, plan=SizePlan((Size(edges=3000, atoms=160, frames=5),)))
+    for number, atoms in enumerate([(4, 3), (6, 1, 5)]):
+        batch = spins.with_spins(labelled(*atoms, seed=number, box=8.0), number)
+        found = moved(steps.differentiate({key: value.cuda() for key, value in batch.items()}))
+        assert largest_difference(found, reference.differentiate(batch), reference.function.trained)[0] < 1e-9
 
 
 @pytest.mark.parametrize("kind", ["se_e2_a", "se_atten"])

@@ -44,7 +44,8 @@ def batch_for(potential: Potential, expected: dict[str, np.ndarray]) -> Batch:
     frame = Frame(
         expected["coord"].reshape(-1, 3), numbers, expected["box"].reshape(3, 3), np.ones(3, bool), None, None, None
     )
-    return batch_from_frames([frame], table, potential.cutoff)
+    batch = batch_from_frames([frame], table, potential.cutoff)
+    return batch | ({"spin": torch.from_numpy(expected["spin"]).reshape(-1, 3)} if "spin" in expected else {})
 
 
 def assert_equal_predictions(potential: Potential, expected: dict[str, np.ndarray], tolerance: float = 1e-9) -> None:
@@ -53,6 +54,7 @@ def assert_equal_predictions(potential: Potential, expected: dict[str, np.ndarra
     virial = -found["stress"] * float(torch.linalg.det(batch["cell"][0]).abs())
     theirs = expected["virial"].reshape(3, 3)
     results = {"energy": found["energy"], "atom_energy": found["atomic_energy"], "force": found["forces"]}
+    results |= {name: found[name] for name in potential.derivative_outputs}
     for key, value in results.items():
         np.testing.assert_allclose(
             value.detach(), expected[key].reshape(value.shape), rtol=0, atol=tolerance, err_msg=key
@@ -70,6 +72,7 @@ def gradients(potential: Potential, expected: dict[str, np.ndarray], form: str) 
         "forces": torch.tensor(expected["c_f"].reshape(-1, 3)),
         "stress": -volume * 0.5 * (factor + factor.transpose(1, 2)),
     }
+    adjoints |= {name: torch.tensor(expected["c_m"].reshape(-1, 3)) for name in potential.derivative_outputs}
     weights = {name: weight for name, weight in potential.named_parameters() if weight.requires_grad}
     if form == "double":
         outputs = potential.train()(batch, stress=True)

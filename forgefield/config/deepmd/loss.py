@@ -25,7 +25,14 @@ OTHER_TERMS = {
     "gf": "generalised forces are not trained here",
     "h": "second derivatives are not trained here",
 }
-OTHER_LOSSES = ("ener_spin", "dens", "denoise", "population")
+SPIN_TERMS = {
+    "energy": ("e", 0.02, 1.0),
+    "forces": ("fr", 1000.0, 1.0),
+    "force_mag": ("fm", 10000.0, 10.0),
+    "virial": ("v", 0.0, 0.0),
+}
+"""The same for `ener_spin`."""
+OTHER_LOSSES = ("dens", "denoise", "population")
 LOSS_OF_FITTING = {"ener": "ener", "property": "property", "dos": "dos", "dipole": "tensor", "polar": "tensor"}
 
 
@@ -35,13 +42,19 @@ def translate_loss(
     species: list[str],
     batch: dict[str, Any],
     excluded: Sequence[int] = (),
+    *,
+    has_spins: bool = False,
 ) -> OutputTask:
     """Forgefield's `task` section and what belongs to it. fitting: what the network is fitted to. batch: its `data.batch`.
-    excluded: numbers of the species that have no value (`atom_exclude_types`)."""
+    excluded: numbers of the species that have no value (`atom_exclude_types`). has_spins: whether the model has `spin`."""
     kind = section.take("type", LOSS_OF_FITTING[fitting["type"]])
     kind = "ener" if kind == "ener_hess" else kind
     if kind in OTHER_LOSSES:
         raise section.refused("type", f"is '{kind}', which is not supported")
+    if kind == "ener_spin":
+        if not has_spins:
+            raise section.refused("type", "is 'ener_spin', but the model has no section 'spin'")
+        return _energy_of_spins(section)
     if kind not in LOSS_OF_FITTING.values():
         raise section.wrong("type", kind, f"one of {', '.join(dict.fromkeys(LOSS_OF_FITTING.values()))}")
     if kind != LOSS_OF_FITTING[fitting["type"]]:
@@ -74,6 +87,27 @@ def _energy(section: Section) -> dict[str, Any]:
     if not task:
         raise section.refused("start_pref_e", "and all other prefactors are 0, so nothing would be trained")
     return task
+
+
+def _energy_of_spins(section: Section) -> OutputTask:
+    """Energies, forces, magnetic forces (averaged over atoms with a spin) and virials of a model of spins."""
+    shape = _shape(section)
+    for end in ("start", "limit"):
+        section.only(f"{end}_pref_ae", 0.0, OTHER_TERMS["ae"])
+    section.only("enable_atom_ener_coeff", False, "energies are plain sums over atoms here")
+    task: dict[str, Any] = {}
+    error = "mae" if shape["forces"]["loss"] == "mae" else "rmse"
+    columns = {"rmse": "loss"}
+    for target, (letter, start, limit) in SPIN_TERMS.items():
+        first = section.number(f"start_pref_{letter}", start, at_least=0)
+        last = section.number(f"limit_pref_{letter}", limit, at_least=0)
+        if first or last:
+            task[target] = _weight(float(first), float(last)) | shape.get(target, shape["forces"])
+            columns[f"{error}_{letter}"] = f"{target}_{error}"
+    section.finish()
+    if not task:
+        raise section.refused("start_pref_e", "and all other prefactors are 0, so nothing would be trained")
+    return OutputTask(task, columns=columns)
 
 
 def _weight(first: float, last: float) -> dict[str, Any]:

@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from forgefield.config.deepmd.descriptors import STRIPPED, networks_of, translate_descriptor
-from forgefield.config.deepmd.linear import network_and_table
+from forgefield.config.deepmd.linear import Sum, parts_of_sum, within
 from forgefield.config.deepmd.section import MISSING, Section, is_number
-from forgefield.config.deepmd.types import elements_of_types, renamed
+from forgefield.config.deepmd.spin import translate_spin
+from forgefield.config.deepmd.types import describe_types, elements_of_types, is_stand_in, renamed
 from forgefield.config.deepmd.values import NETWORK, PRECISIONS, kind_of, written_values
 from forgefield.errors import ForgefieldError
 from forgefield.files import find_path
@@ -26,7 +27,7 @@ _DPA4 = "an architecture that is not available here; `dp --pt train` trains it"
 OTHER_MODELS = {
     **dict.fromkeys(("dpa4", "DPA4", "dpa4c", "SeZM", "sezm"), _DPA4),
     "frozen": "a trained model; import its file (forgefield import deepmd FILE) and train with --init-model",
-    "pairtab": "a table without a network; a table with a network is model.use_srtab",
+    "pairtab": "a table without a network; a table with a network is model.use_srtab or linear_ener",
     "pairwise_dprc": "of DeePMD-kit's TensorFlow backend alone",
     "linear_ener": "a sum of models, and model.models does not list them",
 }
@@ -67,30 +68,50 @@ class Model:
         fitting: dict[str, Any] = self.options["fitting_net"]
         return fitting
 
+    @property
+    def spin(self) -> dict[str, Any]:
+        """Options of the spins; empty for a model without."""
+        spin: dict[str, Any] = self.options.get("spin", {})
+        return spin
+
 
 def translate_model(section: Section, elements: Sequence[str] | None = None) -> Model:
     """elements: of the atom types, in their order, where the user gave them."""
-    section, table = network_and_table(section) if "models" in section.names() else (section, None)
+    parts = parts_of_sum(section) if "models" in section.names() else Sum(section, [], [1.0], None)
+    section, table = parts.first, parts.table
     _refuse_other_kinds(section)
     types = _types(section, elements)
     species = elements_of_types(str(section.file), section.path("type_map"), types, elements)
     type_names = renamed(types, species)
     descriptor, cutoff = translate_descriptor(section)
     descriptor = _with_type_embedding(section, descriptor)
-    if table is not None:
-        descriptor, cutoff = table.within(descriptor, cutoff), max(cutoff, table.cutoff)
+    spin = translate_spin(section, descriptor, cutoff, types)
     fitting = _fitting(section)
-    precision = _agree_on_precision(descriptor, fitting)
+    networks = [_added_network(other) for other in parts.others]
+    precision = _agree_on_precision([descriptor, *(n[0] for n in networks)], [fitting, *(n[1] for n in networks)])
+    reach = max(cutoff, *(network[2] for network in networks), 0.0 if table is None else table.cutoff)
+    descriptor, cutoff = within(descriptor, cutoff, reach), reach
     options: dict[str, Any] = {"name": "deeppot", "descriptor": descriptor, "fitting_net": fitting}
     for name in ("pair_exclude_types", "atom_exclude_types"):
         if value := section.take(name, []):
             options[name] = value
     options |= _short_range(section) | _preset_bias(section, len(species)) | ({} if table is None else table.options())
+    if networks:
+        options["networks"] = [
+            {"descriptor": within(of_network, rcut, reach), "fitting_net": of_fitting, "weight": weight}
+            for (of_network, of_fitting, rcut), weight in zip(networks, parts.weights[1:], strict=True)
+        ]
+    if parts.weights[0] != 1:
+        options["network_weight"] = parts.weights[0]
+    if spin:
+        options["spin"] = spin
+    if any(is_stand_in(name, element) for name, element in type_names.items()):
+        _refuse_configurations(section, descriptor)
     if type_names:
         options["type_names"] = types
         section.notes[section.path("type_map")] = (
-            f"{', '.join(f'{name} is {element}' for name, element in type_names.items())} in structures; training does not "
-            "depend on these elements (data.species), and files for DeePMD-kit contain the names (model.type_names)."
+            f"{describe_types(type_names)} in structures; training does not depend on these elements (data.species). "
+            "Systems, files for DeePMD-kit and LAMMPS have the names (model.type_names)."
         )
     section.finish()
     return Model(options, species, cutoff, precision, _parameter_fields(fitting), type_names)
@@ -111,11 +132,20 @@ def _refuse_other_kinds(section: Section) -> None:
     section.only("data_stat_protect", 1e-2, "deviations are always protected by 0.01, DeePMD-kit's default")
     section.only("model_branch_alias", [], "this is for several models trained together")
     section.only("finetune_head", None, "this is for several models trained together")
-    section.only("spin", None, "magnetic moments are not supported")
-    section.only("modifier", None, "data modifiers are of DeePMD-kit's TensorFlow alone")
-    section.only("compress", None, "models are compressed when they are exported, not by the input")
+    section.only("modifier", None, "data modifiers (long-range electrostatics) are not supported here")
+    section.only("compress", None, "models are not compressed here; `dp compress` compresses an exported one")
     for name, why in WITHOUT_EFFECT.items():
         section.note(name, f"no effect: {why}.", unless=[{}])
+
+
+def _refuse_configurations(section: Section, descriptor: dict[str, Any]) -> None:
+    """Raise for descriptors that read elements, where elements are stand-ins."""
+    for part in networks_of(descriptor):
+        if part.get("use_econf_tebd"):
+            raise section.refused(
+                "descriptor.use_econf_tebd",
+                "reads the element of each type, which the names in 'model.type_map' do not tell",
+            )
 
 
 def _with_type_embedding(section: Section, descriptor: dict[str, Any]) -> dict[str, Any]:
@@ -161,6 +191,8 @@ def _embedding_types(part: dict[str, Any], tebd_dim: int) -> dict[str, Any]:
 def _types(section: Section, elements: Sequence[str] | None) -> list[str]:
     """Names of the atom types. elements: where the user gave them."""
     names = section.take("type_map", elements)
+    if names is None and (count := _types_of_sel(section)):
+        return [f"type_{number}" for number in range(count)]
     if names is None:
         raise section.refused(
             "type_map",
@@ -171,6 +203,13 @@ def _types(section: Section, elements: Sequence[str] | None) -> list[str]:
     if len(set(names)) != len(names):
         raise section.wrong("type_map", names, "a list of different names")
     return names
+
+
+def _types_of_sel(section: Section) -> int:
+    """Number of types of an input that does not name them, from the slots of its descriptor; 0 if that is unknown."""
+    descriptor = section.peek("descriptor")
+    sel = descriptor.get("sel") if isinstance(descriptor, Mapping) else None
+    return len(sel) if isinstance(sel, list) else 0
 
 
 def _fitting(section: Section) -> dict[str, Any]:
@@ -190,9 +229,20 @@ def _fitting(section: Section) -> dict[str, Any]:
     return {"type": kind, **options}
 
 
-def _agree_on_precision(descriptor: dict[str, Any], fitting: dict[str, Any]) -> str:
+def _added_network(section: Section) -> tuple[dict[str, Any], dict[str, Any], float]:
+    """Descriptor, fitting network and cutoff, A, of another network of a sum."""
+    section.choice("type", "standard", ("standard",))
+    descriptor, cutoff = translate_descriptor(section)
+    fitting = _fitting(section)
+    if fitting["type"] != "ener":
+        raise section.refused("fitting_net.type", f"is {fitting['type']}; only energies are added")
+    section.finish()
+    return descriptor, fitting, cutoff
+
+
+def _agree_on_precision(descriptors: list[dict[str, Any]], fittings: list[dict[str, Any]]) -> str:
     """One precision for the training if all networks have the same; else each keeps its setting."""
-    parts = [*networks_of(descriptor), fitting]
+    parts = [part for descriptor in descriptors for part in networks_of(descriptor)] + fittings
     precisions = [PRECISIONS[part.pop("precision", "default")] for part in parts]
     if len(set(precisions)) == 1:
         return precisions[0]

@@ -126,12 +126,16 @@ def precision(section: Section, weights: str) -> str:
         if tf32 and weights != "float32":
             raise section.refused("enable_tf32", "needs networks in float32 (their key 'precision')")
         return "tf32" if tf32 else weights
-    mixed.choice("output_prec", "float32", ("float32",))
+    output = mixed.choice("output_prec", "float32", ("float32", "float64"))
     compute = mixed.choice("compute_prec", "float16", ("float16", "bfloat16"))
     mixed.finish()
     if tf32:
         raise section.refused("enable_tf32", "and 'training.mixed_precision' contradict each other; keep one")
-    if weights != "float32":
+    if output == "float64":
+        section.notes[section.path("mixed_precision.output_prec")] = (
+            "weights are kept in float32; geometry and energies are float64."
+        )
+    elif weights != "float32":
         raise section.refused("mixed_precision", "needs networks in float32 (their key 'precision')")
     return {"float16": "fp16-mixed", "bfloat16": "bf16-mixed"}[compute]
 

@@ -51,6 +51,10 @@ class Section:
         """Under which of its names a key was taken."""
         return self._written.get(name, name)
 
+    def peek(self, name: str) -> Any:
+        """The value of a key that is taken later; None if it was taken."""
+        return self._left.get(name)
+
     # --- values
 
     def take(self, name: str, default: object = None, *, also: Sequence[str] = ()) -> Any:

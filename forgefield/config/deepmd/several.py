@@ -114,6 +114,8 @@ class Branches:
                     f"{where}.fitting_net.type' is {other.fitting['type']}; branches are energies here. Train it with an "
                     "input of its own."
                 )
+            if other.spin:
+                raise ForgefieldError(f"{where}.spin': branches have no spins here. Train it with an input of its own.")
             if other.precision != model.precision or _outside(other) != _outside(model):
                 raise ForgefieldError(
                     f"{where}' differs from {first} in more than its fitting network, which branches cannot here."

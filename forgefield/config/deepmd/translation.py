@@ -28,6 +28,7 @@ from forgefield.config.deepmd.run import (
 )
 from forgefield.config.deepmd.section import Section
 from forgefield.config.deepmd.several import Branches
+from forgefield.config.deepmd.spin import FORCE_MAG, cutoff_with_spins, spin_fields
 from forgefield.config.sources import read_text, read_yaml
 from forgefield.errors import ForgefieldError
 from forgefield.untrusted.documents import load_json
@@ -117,11 +118,23 @@ def _parts(
     data |= translate_data(training, model.species, model.type_names)
     loss = root.below("loss") or Section({}, root.file, "loss", root.notes)
     learnt = translate_loss(
-        loss, model.fitting, model.species, data["batch"], model.options.get("atom_exclude_types", ())
+        loss,
+        model.fitting,
+        model.species,
+        data["batch"],
+        model.options.get("atom_exclude_types", ()),
+        has_spins=bool(model.spin),
     )
     drop_missing_virial(root, learnt.task, data["train"])
-    if model.fields or learnt.fields:
-        data["labels"] = {"fields": {**model.fields, **learnt.fields}}
+    if "virial" not in learnt.task:
+        for column in ("rmse_v", "mae_v"):
+            learnt.columns.pop(column, None)
+    if model.spin:
+        data["cutoff"] = cutoff_with_spins(model.spin, data, root.file)
+    fields = {**model.fields, **learnt.fields}
+    fields |= spin_fields(model.spin, model.species, labelled=FORCE_MAG in learnt.task)
+    if fields:
+        data["labels"] = {"fields": fields}
     return model, data, learnt
 
 

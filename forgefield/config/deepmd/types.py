@@ -8,29 +8,63 @@ from typing import Any
 
 from forgefield.errors import ForgefieldError
 
+STAND_INS = "He Ne Ar Kr Xe Rn Og Fr Ra Ac Pa Np Pu Am Cm Bk Cf Es Fm Md No Lr"
+"""Elements that stand for types which have none of their own, in this order."""
+
 
 def elements_of_types(file: str, key: str, names: Sequence[str], given: Sequence[str] | None) -> list[str]:
-    """The element of each type. given: those that the user named, in the order of the types; None: from the names."""
+    """The element of each type, all different.
+
+    given: those that the user named, in the order of the types; None: from the names. Types whose element is unclear, or the
+    element of an earlier type, get an element that does not occur, a stand-in.
+    """
     if given is not None and len(given) != len(names):
         raise ForgefieldError(
             f"data.species lists {len(given)} elements, but '{key}' in {file} has {len(names)} types: {', '.join(names)}."
         )
     elements = [element_of_type(name) for name in names] if given is None else list(given)
-    how = "give one for each type, in this order, with data.species=[...] (convert-config, import: --species)"
-    for name, element in zip(names, elements):
-        if element is None:
-            raise ForgefieldError(
-                f"{file}: '{key}' has the type '{name}', whose element is unclear, and types are elements here; {how}."
-            )
     found = [element for element in elements if element is not None]
-    twice = next((element for element in found if found.count(element) > 1), None)
-    if twice is not None:
-        same = ", ".join(name for name, element in zip(names, found) if element == twice)
-        raise ForgefieldError(
-            f"{file}: '{key}' has several types of the element {twice} ({same}), and a model has one species for each element. "
-            f"An element that does not occur may stand for one of them: {how}."
-        )
-    return found
+    if given is not None:
+        twice = next((element for element in found if found.count(element) > 1), None)
+        if twice is not None:
+            same = ", ".join(name for name, element in zip(names, found) if element == twice)
+            raise ForgefieldError(
+                f"data.species gives the element {twice} to several types of '{key}' in {file} ({same}), and a model has one "
+                "species for each element; leave data.species out, or give another element that does not occur."
+            )
+        return found
+    free = [element for element in STAND_INS.split() if element not in found]
+    exact = set(names) & set(found)  # a type that is called O is O, wherever it stands
+    result: list[str] = []
+    for name, element in zip(names, elements):
+        taken = element is None or element in result or (element in exact and name != element)
+        if taken and not free:
+            raise ForgefieldError(
+                f"{file}: '{key}' has more types without an element of their own than elements that may stand for them "
+                f"({len(STAND_INS.split())}); give one for each with data.species=[...] (convert-config, import: --species)."
+            )
+        result.append(free.pop(0) if taken or element is None else element)
+    return result
+
+
+def describe_types(type_names: dict[str, str]) -> str:
+    """What the types with other names are in structures. type_names: their elements."""
+    parts = []
+    for name, element in type_names.items():
+        of_name = element_of_type(name)
+        why = "" if of_name == element else f" (a stand-in: {_reason(of_name)})"
+        parts.append(f"{name} is {element}{why}")
+    return ", ".join(parts)
+
+
+def is_stand_in(name: str, element: str) -> bool:
+    """Whether an element stands for a type of this name, and is not what the name says."""
+    of_name = element_of_type(name)
+    return of_name != element if of_name is not None else element in STAND_INS.split()
+
+
+def _reason(element: str | None) -> str:
+    return "its element is unclear" if element is None else f"another type is {element}"
 
 
 def element_of_type(name: str) -> str | None:

@@ -50,10 +50,6 @@ class NequIPSection(Section):
             for index, item in enumerate(value)
         ]
 
-    def peek(self, name: str) -> Any:
-        """The value of a key that is taken later; None if it was taken."""
-        return self._left.get(name)
-
     def mapping(self, name: str) -> dict[str, Any]:
         """A mapping of plain values; empty where there is none."""
         value = self.take(name)

@@ -92,7 +92,7 @@ class Evaluator:
         require_supported(potential)
         self.uncertainty = uncertainty
         self.potential = potential.eval().requires_grad_(False)
-        self.species = potential.species
+        self.species, self.type_names = potential.species, potential.type_names
         self.cutoff = potential.cutoff
         self.can_be_divided = potential.interface.ghost_atoms is not None
         self.device = next((tensor.device for tensor in potential.state_dict().values()), torch.device("cpu"))
@@ -235,8 +235,20 @@ def require_supported(potential: Potential) -> None:
         raise ForgefieldError(f"this model cannot be used in LAMMPS: {reason}.")
 
 
-def species_of_types(potential_species: Sequence[str], symbols: Sequence[str]) -> list[int]:
-    """Index into the model's species for each atom type of LAMMPS. symbols: one for each type."""
+def species_of_types(
+    potential_species: Sequence[str], symbols: Sequence[str], type_names: Sequence[str] | None = None
+) -> list[int]:
+    """Index into the model's species for each atom type of LAMMPS. symbols: one for each type, or its name in the model.
+    type_names: other names of the model's species."""
+    if type_names is not None:
+        named = {**dict(zip(potential_species, potential_species)), **dict(zip(type_names, potential_species))}
+        unknown = [symbol for symbol in symbols if symbol not in named]
+        if unknown:
+            raise ForgefieldError(
+                f"atom type {list(symbols).index(unknown[0]) + 1} is '{unknown[0]}', but the types of the model are "
+                f"{', '.join(type_names)}."
+            )
+        symbols = [named[symbol] for symbol in symbols]
     for number, symbol in enumerate(symbols, 1):
         if symbol not in potential_species:
             raise ForgefieldError(

@@ -65,7 +65,7 @@ class MliapModel:
         potential.load_state_dict(dict(weights))
         self.evaluator = Evaluator(potential)
         self.interface = None
-        self.element_types = list(potential.species)
+        self.element_types = list(potential.type_names or potential.species)
         self.ndescriptors = 1
         self.nparams = 1
         self.rcutfac = potential.cutoff / 2  # LAMMPS adds the radii of both elements, which are this number

@@ -136,8 +136,8 @@ class PairModel:
         self.species_of_type: Tensor | None = None
 
     def assign(self, symbols: Sequence[str]) -> None:
-        """symbols: chemical symbol of each atom type."""
-        species = species_of_types(self.evaluator.species, symbols)
+        """symbols: chemical symbol of each atom type, or its name in the model."""
+        species = species_of_types(self.evaluator.species, symbols, self.evaluator.type_names)
         self.species_of_type = torch.tensor([-1, *species])
 
     def compute(self, step: Step) -> None:

@@ -21,7 +21,8 @@ from torch import Tensor
 from forgefield.errors import ForgefieldError
 from forgefield.models.deeppot.deepmd_descriptors import descriptor_from_checkpoint
 from forgefield.models.deeppot.deepmd_networks import TYPES, Tree, networks_of_checkpoint
-from forgefield.models.deeppot.deepmd_tables import joined_table
+from forgefield.models.deeppot.deepmd_spin import backbone_settings, spin_section
+from forgefield.models.deeppot.deepmd_tables import joined_sum, joined_table, table_of_checkpoint
 from forgefield.models.deeppot.options import EnergyFittingOptions, fitting_part
 from forgefield.untrusted.archives import check_expansion
 from forgefield.untrusted.documents import load_json, load_yaml
@@ -128,7 +129,7 @@ def _read_frozen(path: Path) -> Tree:
         settings = json.loads(attributes.get("model_def_script") or "null")
     except (TypeError, ValueError):
         settings = None
-    if not isinstance(settings, Mapping) or "descriptor" not in settings:
+    if not isinstance(settings, Mapping) or not ("descriptor" in settings or "models" in settings):
         raise ForgefieldError(f"{path} does not contain the options of its model; {convert}.")
     if any(value is True for key, value in attributes.items() if key.endswith(".compress")):
         raise ForgefieldError(f"{path} is a compressed model; import the model that was given to `dp compress`.")
@@ -155,17 +156,22 @@ def _attributes(value: object, names: tuple[str, ...]) -> Iterator[tuple[str, An
 def _checkpoint_tree(
     path: Path, settings: Mapping[str, Any], arrays: Mapping[str, np.ndarray], smin_alpha: float | None = None
 ) -> Tree:
+    if settings.get("spin") is not None:
+        prefix = "backbone_model.atomic_model."
+        inside = {key.removeprefix(prefix): value for key, value in arrays.items() if key.startswith(prefix)}
+        standard = _checkpoint_tree(path, backbone_settings(settings), inside)
+        joined = {"type": "spin_ener", "backbone_model": standard["model"], "spin": spin_section(settings)}
+        return standard | {"model": joined}
     if "use_srtab" in settings and "models.1.tab_data" in arrays:
         network = {key.removeprefix("models.0."): value for key, value in arrays.items() if key.startswith("models.0.")}
         without = {key: value for key, value in settings.items() if key != "use_srtab"}
         standard = _checkpoint_tree(path, without, network)
         return standard | {"model": joined_table(standard["model"], arrays, settings, smin_alpha)}
     kind = settings.get("type", "standard")
+    if "models" in settings:
+        return _tree_of_sum(path, settings, arrays)
     if "descriptor" not in settings:
-        raise ForgefieldError(
-            f"{path} is a model of type {kind}; `dp convert-backend {path.name} {path.with_suffix('.dp').name}` writes a file "
-            "that can be imported if it is the sum of a network and a table."
-        )
+        raise ForgefieldError(f"{path} is a model of type {kind}, which cannot be imported.")
     n_species = len(settings["type_map"])
     descriptor = dict(settings["descriptor"])
     section = dict(settings["fitting_net"])
@@ -194,6 +200,20 @@ def _checkpoint_tree(
         "fitting": fitting,
     }
     return {"model": model, "software": "deepmd-kit", "version": "checkpoint"}
+
+
+def _tree_of_sum(path: Path, settings: Mapping[str, Any], arrays: Mapping[str, np.ndarray]) -> Tree:
+    """A sum of models; each part has its options in `models`."""
+    parts: list[Tree] = []
+    for number, section in enumerate(settings["models"]):
+        prefix, own = f"models.{number}.", {"type_map": settings["type_map"], **section}
+        if section.get("type") == "pairtab":
+            table = table_of_checkpoint(arrays, prefix)
+            parts.append({**table, "type_map": own["type_map"], "rcut": section["rcut"]})
+        else:
+            inside = {key.removeprefix(prefix): value for key, value in arrays.items() if key.startswith(prefix)}
+            parts.append(_checkpoint_tree(path, own, inside)["model"])
+    return {"model": joined_sum(parts, arrays, settings), "software": "deepmd-kit", "version": "checkpoint"}
 
 
 def _tensor_tree(fitting: Tree, arrays: Mapping[str, np.ndarray], n_species: int) -> Tree:

@@ -31,12 +31,15 @@ from forgefield.models.deeppot.deepmd_networks import (
     precision_of,
     weights_of,
 )
+from forgefield.models.deeppot.deepmd_spin import joined_spin
 from forgefield.models.deeppot.deepmd_tables import sum_tree, table_tree
 from forgefield.models.deeppot.deepmd_two_body import FittingInputs
 from forgefield.models.deeppot.fitting import Fitting
 from forgefield.models.deeppot.model import DeepPot
 from forgefield.models.deeppot.networks import Networks
 from forgefield.models.deeppot.options import EnergyFittingOptions
+from forgefield.models.deeppot.spin import with_virtual
+from forgefield.models.deeppot.sums import Summand
 from forgefield.models.deeppot.tensor_fitting import TensorFitting
 from forgefield.models.potential import Potential
 
@@ -56,10 +59,9 @@ def write_deepmd(potential: Potential, path: str | os.PathLike[str], *, sel: Seq
         raise ForgefieldError(
             "forces of this model are not the derivative of its energy, which DeePMD-kit does not support."
         )
-    if potential.extra_outputs and model.gives_energy:
-        raise ForgefieldError(
-            f"this model also predicts {', '.join(potential.extra_outputs)}, which DeePMD-kit does not support."
-        )
+    others = [name for name in potential.extra_outputs if name not in potential.derivative_outputs]
+    if others and model.gives_energy:
+        raise ForgefieldError(f"this model also predicts {', '.join(others)}, which DeePMD-kit does not support.")
     tree = model_tree(model, None if sel is None else list(sel))
     with written_atomically(path) as temporary:
         writers[path.suffix](Path(temporary), tree)
@@ -74,11 +76,12 @@ def model_tree(model: DeepPot, sel: list[int] | None = None) -> Tree:
             "the model adds the ZBL repulsion (model.zbl), which DeePMD-kit does not have; its models have a table of pair "
             "energies (model.use_srtab)."
         )
-    if (options.srtab or options.added_table) and not model.descriptor.mixed_types:
+    descriptors = [model.descriptor, *(summand.descriptor for summand in model.summands)]
+    other = next((descriptor for descriptor in descriptors if not descriptor.mixed_types), None)
+    if (options.srtab or options.added_table or options.networks) and other is not None:
         raise ForgefieldError(
-            f"the model has a pair table (use_srtab, pair_table) with the descriptor {model.descriptor.options.type}; "
-            "DeePMD-kit's PyTorch "
-            "accepts a table with se_atten only."
+            f"the model is a sum (use_srtab, pair_table, networks) with the descriptor {other.options.type}; DeePMD-kit's "
+            "PyTorch accepts se_atten only."
         )
     fitting_inputs = FittingInputs(_networks(model), weights_of(_networks(model)))
     descriptor = descriptor_tree(model.descriptor, sel, fitting_inputs)
@@ -97,15 +100,39 @@ def model_tree(model: DeepPot, sel: list[int] | None = None) -> Tree:
         "descriptor": descriptor,
         "fitting": fitting,
     }
+    if options.spin is not None:
+        names = options.type_names or species
+        return _file(joined_spin(_with_type_map(standard, names), options.spin), with_virtual(names))
     written = standard if options.srtab is None else table_tree(standard, options, model.cutoff)
-    if options.added_table is not None:
+    if options.added_table is not None or options.networks:
         if options.srtab is not None:
             raise ForgefieldError(
                 "the model has two pair tables (use_srtab, pair_table), which DeePMD-kit does not support."
             )
-        written = sum_tree(standard, options, model.cutoff)
+        written = sum_tree(standard, [_network(model, summand) for summand in model.summands], options, model.cutoff)
+    return _file(written, options.type_names or species)
+
+
+def _network(model: DeepPot, summand: Summand) -> Tree:
+    """An added network as a model of its own, without energies of species."""
+    inputs = FittingInputs(summand.fitting.networks, weights_of(summand.fitting.networks))
+    descriptor = descriptor_tree(summand.descriptor, None, inputs)
     return {
-        "model": _with_type_map(written, options.type_names or species),
+        "@class": "Model",
+        "@version": 2,
+        "type": "standard",
+        "type_map": list(model.species),
+        "rcond": None,
+        "preset_out_bias": None,
+        "descriptor": descriptor,
+        "fitting": _energy_tree(summand.fitting, model.species, summand.descriptor.mixed_types, [], inputs.weights),
+    }
+
+
+def _file(model: Tree, names: Sequence[str]) -> Tree:
+    """Content of a file. names: of the types."""
+    return {
+        "model": _with_type_map(model, names),
         "model_def_script": {},
         "software": "forgefield",
         "version": __version__,
@@ -134,8 +161,15 @@ def _fitting_and_statistics(model: DeepPot, weights: list[Weights]) -> tuple[Tre
 
 
 def _fitting(model: DeepPot, weights: list[Weights]) -> Tree:
-    fitting, n, mixed = model.fitting, len(model.species), model.descriptor.mixed_types
-    assert isinstance(fitting, Fitting)
+    assert isinstance(model.fitting, Fitting)
+    excluded = list(model.options.atom_exclude_types)
+    return _energy_tree(model.fitting, model.species, model.descriptor.mixed_types, excluded, weights)
+
+
+def _energy_tree(
+    fitting: Fitting, species: Sequence[str], mixed: bool, excluded: list[int], weights: list[Weights]
+) -> Tree:
+    n = len(species)
     options, precision = fitting.options, precision_of(fitting.networks)
     assert isinstance(options, EnergyFittingOptions)
     layers = len(options.neuron) + 1
@@ -164,8 +198,8 @@ def _fitting(model: DeepPot, weights: list[Weights]) -> Tree:
         "activation_function": options.activation_function,
         "precision": precision,
         "mixed_types": mixed,
-        "exclude_types": list(model.options.atom_exclude_types),
-        "type_map": list(model.species),
+        "exclude_types": excluded,
+        "type_map": list(species),
         "atom_ener": list(options.atom_ener) or None,
         "tot_ener_zero": False,
         "trainable": [options.trainable] * layers if isinstance(options.trainable, bool) else list(options.trainable),

@@ -14,7 +14,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from forgefield.config.deepmd.types import elements_of_types, renamed
+from forgefield.config.deepmd.spin import spin_fields
+from forgefield.config.deepmd.types import describe_types, elements_of_types, renamed
 from forgefield.errors import ForgefieldError
 from forgefield.models.building import build_model
 from forgefield.models.deeppot.deepmd_descriptors import cutoff_of_tree, descriptor_from_tree
@@ -30,6 +31,7 @@ from forgefield.models.deeppot.deepmd_networks import (
     refuse,
     stacked_state,
 )
+from forgefield.models.deeppot.deepmd_spin import REACH, real_rows, split_spin
 from forgefield.models.deeppot.deepmd_tables import split_sum, split_table
 from forgefield.models.importing import ImportedModel, Importer, ImportRequest
 from forgefield.models.resolved import TYPE_NAMES
@@ -64,15 +66,25 @@ IMPORTER = DeepmdImporter()
 
 def _assemble(path: Path, tree: Tree, elements: Sequence[str] | None) -> ImportedModel:
     model, table = tree["model"], dict[str, Any]()
+    factors, others = [1.0], list[Tree]()
     if model["type"] in ("zbl", "linear", "linear_ener"):
         try:
-            model, table = split_table(model) if model["type"] == "zbl" else split_sum(model)
+            if model["type"] == "zbl":
+                model, table = split_table(model)
+            else:
+                model, factors, others, table = split_sum(model)
+        except ForgefieldError as error:
+            raise ForgefieldError(f"{path}: {error}") from error
+    spin: Tree = {}
+    if model["type"] == "spin_ener":
+        try:
+            model, spin = split_spin(model)
         except ForgefieldError as error:
             raise ForgefieldError(f"{path}: {error}") from error
     if model["type"] != "standard":
         raise ForgefieldError(
-            f"{path} is a model of type {model['type']}; standard models, and those with a pair table (zbl, linear), can be "
-            "imported."
+            f"{path} is a model of type {model['type']}; standard models, those with spins (spin_ener) or a pair table "
+            "(zbl), and sums of them (linear), can be imported."
         )
     types = [str(name) for name in model["type_map"]]
     species = elements_of_types(str(path), "type_map", types, elements)
@@ -84,11 +96,17 @@ def _assemble(path: Path, tree: Tree, elements: Sequence[str] | None) -> Importe
     excluded = [int(number) for number in model.get("atom_exclude_types", [])]
     biases: Tree = {}
     try:
-        of_descriptor, described = descriptor_from_tree(descriptor, len(species))
+        of_descriptor, described = descriptor_from_tree(descriptor, len(species) * (2 if spin else 1))
+        if spin:
+            of_descriptor = real_rows(of_descriptor, len(species))
+            spin["rcut"] = cutoff_of_tree(descriptor)
         weights = {f"descriptor.{name}": value for name, value in described.items()}
         if fitting["type"] == "ener":
             of_fitting, fitting_weights = _energy_fitting(fitting, excluded)
             biases = {"out_bias": _energy_bias(model, fitting, len(species))}
+            sections, of_others = _added_networks(others, factors[1:], len(species))
+            weights |= of_others
+            biases |= {"networks": sections, "network_weight": factors[0]}
         else:
             of_fitting, fitting_weights = _tensor_fitting(model, fitting, excluded)
     except ForgefieldError as error:
@@ -101,9 +119,11 @@ def _assemble(path: Path, tree: Tree, elements: Sequence[str] | None) -> Importe
         "atom_exclude_types": excluded,
         **biases,
         **table,
+        **({"spin": spin} if spin else {}),
         **({TYPE_NAMES: types} if type_names else {}),
     }
-    cutoff = max(cutoff_of_tree(descriptor), table.get("pair_table_cutoff", 0.0))
+    cutoffs = [cutoff_of_tree(network["descriptor"]) for network in others]
+    cutoff = max(cutoff_of_tree(descriptor), *cutoffs, table.get("pair_table_cutoff", 0.0)) + (REACH if spin else 0.0)
     resolved = resolve_model(section, species=species, cutoff=cutoff)
     weights |= fitting_weights
     precision = "float64" if any(array.dtype == np.float64 for array in weights.values()) else "float32"
@@ -113,11 +133,25 @@ def _assemble(path: Path, tree: Tree, elements: Sequence[str] | None) -> Importe
         resolved,
         state,
         precision,
+        settings={"data": {"labels": {"fields": spin_fields(spin, species, labelled=True)}}} if spin else {},
         origin=f"{path.name}: {tree.get('software', 'deepmd-kit')} {version}",
         checked="Checked: every weight has the shape that follows from the options in the file, and none is missing; the file "
         "contains no predictions to compare with."
-        + "".join(f" Type {name} is {element} in structures." for name, element in type_names.items()),
+        + (f" In structures, {describe_types(type_names)}." if type_names else ""),
     )
+
+
+def _added_networks(networks: Sequence[Tree], factors: Sequence[float], n_species: int) -> tuple[list[Tree], Arrays]:
+    """The option `networks`, and the weights of these networks."""
+    sections: list[Tree] = []
+    weights: Arrays = {}
+    for number, (network, factor) in enumerate(zip(networks, factors, strict=True)):
+        of_descriptor, described = descriptor_from_tree(network["descriptor"], n_species)
+        of_fitting, fitted = _energy_fitting(network["fitting"], [])
+        named = {**{f"descriptor.{name}": value for name, value in described.items()}, **fitted}
+        weights |= {f"networks.{number}.{name}": value for name, value in named.items()}
+        sections.append({"descriptor": of_descriptor, "fitting_net": of_fitting, "weight": factor})
+    return sections, weights
 
 
 def _energy_bias(model: Tree, fitting: Tree, n_species: int) -> list[float]:

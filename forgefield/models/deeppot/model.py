@@ -8,13 +8,16 @@ weights can be exchanged with it. Geometry and energies are float64, networks ha
 from __future__ import annotations
 
 import dataclasses
+import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from typing import Any
+from itertools import chain
+from typing import Any, cast
 
 import torch
 from ase.data import atomic_numbers
 from torch import Tensor, nn
 
+from forgefield.config.deepmd.types import is_stand_in
 from forgefield.errors import ForgefieldError
 from forgefield.models.deeppot.descriptor import Descriptor
 from forgefield.models.deeppot.fitting import Fitting, branch_of_atoms
@@ -22,6 +25,7 @@ from forgefield.models.deeppot.options import (
     DeepPotOptions,
     EnergyFittingOptions,
     FittingOptions,
+    RowOptions,
     check_pairs,
     check_parts,
     descriptor_part,
@@ -37,7 +41,18 @@ from forgefield.models.deeppot.short_range import (
     complete_short_range,
     zbl_energies,
 )
+from forgefield.models.deeppot.spin import (
+    SPIN,
+    VirtualAtoms,
+    complete_descriptor,
+    complete_spin,
+    derivative_outputs,
+    doubled,
+    spin_options,
+    with_virtual,
+)
 from forgefield.models.deeppot.statistics import environment_statistics
+from forgefield.models.deeppot.sums import Summand, complete_networks, inputs_of, networks_of
 from forgefield.models.deeppot.tensor_fitting import TensorFitting
 from forgefield.models.deeppot.variants import (
     check_branches,
@@ -51,12 +66,13 @@ from forgefield.models.deeppot.variants import (
     single,
 )
 from forgefield.models.edges import Batch, EdgeContext
-from forgefield.models.interface import DirectOutput, LastLayer, RegisteredModel
+from forgefield.models.interface import DerivativeOutput, DirectOutput, LastLayer, RegisteredModel
 from forgefield.models.resolved import TYPE_NAMES
 from forgefield.ops.graph import EdgeGraph, Segments, gather, join
 
-DESCRIPTOR_SECTIONS = ("descriptor", "descriptor.list")
-"""Where options of descriptors are: in the section, or in those of the parts of a hybrid."""
+DESCRIPTOR_SECTIONS = ("descriptor", "descriptor.list", "networks.descriptor", "networks.descriptor.list")
+"""Where options of descriptors are: in the section, or in those of the parts of a hybrid; the same in added networks."""
+FITTING_SECTIONS = ("fitting_net", "networks.fitting_net")
 
 
 BLOCKS = ("repinit", "repformer")
@@ -73,13 +89,15 @@ class DeepPot(RegisteredModel[DeepPotOptions]):
     shift_option = "out_bias"
     fits_shifts_to_new_energies = True
     species_options = {
-        "pair_exclude_types": "pairs", "atom_exclude_types": "indices", "out_bias": "rows", "fitting_net.atom_ener": "rows",
+        "pair_exclude_types": "pairs", "atom_exclude_types": "indices", "out_bias": "rows",
+        **{f"{part}.atom_ener": "rows" for part in FITTING_SECTIONS},
         **{f"{part}.exclude_types": "pairs" for part in DESCRIPTOR_SECTIONS},
         **{f"{part}.{key}": "rows" for part in DESCRIPTOR_SECTIONS for key in ("sel", "davg", "dstd", "most_neighbours")},
+        "spin.use_spin": "rows", "spin.virtual_scale": "rows",
         **{f"{part}.{block}.{key}": "rows" for part in DESCRIPTOR_SECTIONS for block in BLOCKS for key in ROWS},
     }  # fmt: skip
-    seed_options = (*(f"{part}.seed" for part in DESCRIPTOR_SECTIONS), "fitting_net.seed")
-    training_options = (*(f"{part}.trainable" for part in DESCRIPTOR_SECTIONS), "fitting_net.trainable")
+    seed_options = tuple(f"{part}.seed" for part in (*DESCRIPTOR_SECTIONS, *FITTING_SECTIONS))
+    training_options = tuple(f"{part}.trainable" for part in (*DESCRIPTOR_SECTIONS, *FITTING_SECTIONS))
     out_bias: Tensor
     pair_seen: Tensor
     atom_seen: Tensor
@@ -97,10 +115,16 @@ class DeepPot(RegisteredModel[DeepPotOptions]):
         super().__init__(options, species=species, cutoff=cutoff)
         descriptor_class, of_descriptor = descriptor_part(options.descriptor)
         fitting_class, of_fitting = fitting_part(options.fitting_net)
+        self.virtual, around, reach = None, list(self.species), self.cutoff
+        if options.spin is not None:
+            of_spin = spin_options(options.spin)
+            self.virtual, reach = VirtualAtoms(of_spin, self.cutoff), float(of_spin.rcut or self.cutoff)
+            assert isinstance(of_descriptor, RowOptions)
+            of_descriptor, around = doubled(of_descriptor), with_virtual(self.species)
         self.descriptor: Descriptor[Any] = descriptor_class(
-            of_descriptor, species=self.species, cutoff=self.cutoff, dtype=dtype, generator=generator
+            of_descriptor, species=around, cutoff=reach, dtype=dtype, generator=generator
         )
-        self.ghost_atoms = self.descriptor.ghost_atoms
+        self.ghost_atoms = self.descriptor.ghost_atoms if self.virtual is None else None
         specific: dict[str, Any] = {"owners": owners(options.branches) if options.branches else (0,)}
         if issubclass(fitting_class, TensorFitting):
             specific = {"dim_rotation": self.descriptor.dim_rotation}
@@ -139,8 +163,25 @@ class DeepPot(RegisteredModel[DeepPotOptions]):
         self.inputs |= self.descriptor.inputs
         self.optional_inputs = ("fparam",) if of_fitting.default_fparam is not None else ()
         self.optional_inputs += self.descriptor.optional_inputs
+        summands = [
+            Summand(section, species=self.species, cutoff=self.cutoff, dtype=dtype, generator=generator)
+            for section in networks_of(options)
+        ]
+        self.networks = nn.ModuleList(summands)
+        self.inputs |= inputs_of(summands)
+        kinds = {self.ghost_atoms, *(summand.descriptor.ghost_atoms for summand in summands)}
+        self.ghost_atoms = None if None in kinds else "exchange" if "exchange" in kinds else "local"
+        if self.virtual is not None:
+            self.inputs |= {SPIN: ("atom", 3)}
+            self.derivative_outputs = derivative_outputs(self.virtual.magnetic.tolist())
+        self.type_names = None if options.type_names is None else tuple(options.type_names)
         self.branches = tuple(sorted(options.branches or ()))
         self.feature_dim = self.descriptor.dim_out + len(self.species)
+
+    @property
+    def summands(self) -> list[Summand]:
+        """The added networks."""
+        return [cast("Summand", network) for network in self.networks]
 
     @classmethod
     def check_options(cls, section: Mapping[str, Any], *, make: Callable[..., object] | None = None) -> None:
@@ -183,7 +224,7 @@ class DeepPot(RegisteredModel[DeepPotOptions]):
         types change nothing."""
         if name == TYPE_NAMES:
             return True
-        if not name.startswith("descriptor.") or not name.endswith(".sel"):
+        if not re.fullmatch(r"(networks\.)?descriptor\.(list\.)?sel", name):
             return False
         if section.get("type") not in ("se_atten", "se_atten_v2", "se_e3_tebd"):
             return False
@@ -229,7 +270,9 @@ class DeepPot(RegisteredModel[DeepPotOptions]):
                 raise ForgefieldError(
                     f"model.atom_exclude_types contains {number}; indices of species are from 0 to {len(species) - 1}."
                 )
-        _check_type_names(options.type_names, species)
+        _check_type_names(options, species)
+        _refuse_with_spin(options)
+        _refuse_with_networks(options)
         short_range = complete_short_range(options, species, cutoff)
         short_range |= complete_added_table(options, species, cutoff)
         fitting_class, of_fitting = fitting_part(options.fitting_net)
@@ -237,7 +280,16 @@ class DeepPot(RegisteredModel[DeepPotOptions]):
         if issubclass(fitting_class, TensorFitting):
             _refuse_energy_options(options, of_fitting)
         descriptor_class, of_descriptor = descriptor_part(options.descriptor)
-        descriptor = descriptor_class.complete(of_descriptor, species=species, cutoff=cutoff, statistics=statistics)
+        if options.spin is None:
+            descriptor = descriptor_class.complete(of_descriptor, species=species, cutoff=cutoff, statistics=statistics)
+        else:
+            of_spin = complete_spin(spin_options(options.spin), options.descriptor, species, cutoff)
+            short_range |= {"spin": dataclasses.asdict(of_spin)}
+            rcut = float(of_spin.rcut or cutoff)
+            descriptor = complete_descriptor(
+                descriptor_class, of_descriptor, rcut, species=species, statistics=statistics
+            )
+        short_range |= {"networks": complete_networks(options, species, cutoff, statistics)}
         outputs: dict[str, Any] = {"fitting_net": dataclasses.asdict(fitting)}
         if options.branches:
             branches = _complete_branches(options, species, statistics)
@@ -251,6 +303,10 @@ class DeepPot(RegisteredModel[DeepPotOptions]):
         return tuple(section.get("atom_exclude_types") or ())
 
     @classmethod
+    def derivatives(cls, section: Mapping[str, Any]) -> dict[str, DerivativeOutput]:
+        return derivative_outputs(section["spin"]["use_spin"]) if section.get("spin") else {}
+
+    @classmethod
     def direct_outputs(cls, section: Mapping[str, Any]) -> dict[str, DirectOutput]:
         """None with a fitting network for energies."""
         fitting_class, of_fitting = fitting_part(section.get("fitting_net", {}))
@@ -259,7 +315,7 @@ class DeepPot(RegisteredModel[DeepPotOptions]):
         return {name: dataclasses.replace(output, uncounted=excluded) for name, output in outputs.items()}
 
     def energy_parameters(self) -> Iterator[nn.Parameter]:
-        return self.fitting.parameters()
+        return chain(self.fitting.parameters(), self.networks.parameters())
 
     def forward(self, batch: Batch, edges: EdgeContext | None = None) -> Tensor:
         """(n_atoms,) atomic energies, eV, float64."""
@@ -271,7 +327,7 @@ class DeepPot(RegisteredModel[DeepPotOptions]):
         assert isinstance(self.fitting, TensorFitting)
         _, mask = self._pairs(batch["species"], edges.graph)
         (output,) = self.fitting.outputs
-        atomic = self.fitting(*self.descriptor(batch, edges, mask), batch)[output.name]
+        atomic = self.fitting(*self._described(batch, edges, mask), batch)[output.name]
         if self.unseen:
             seen = self.atom_seen.index_select(0, batch["species"])
             atomic = atomic * seen.view(-1, *[1] * len(output.shape))
@@ -300,20 +356,38 @@ class DeepPot(RegisteredModel[DeepPotOptions]):
             mask = self.pair_seen.index_select(0, kinds)
         return kinds, mask
 
+    def _described(self, batch: Batch, edges: EdgeContext, mask: Tensor | None) -> tuple[Tensor, Tensor | None]:
+        """Descriptor and rotation of every atom. mask: of `_pairs`."""
+        if self.virtual is None:
+            described: tuple[Tensor, Tensor | None] = self.descriptor(batch, edges, mask)
+            return described
+        n_atoms = batch["species"].shape[0]
+        waits = self.descriptor.may_wait_for(batch["species"])
+        descriptor, _ = self.descriptor(*self.virtual(batch, edges, mask, may_wait=waits))
+        return descriptor[:n_atoms], None
+
     def _evaluate(self, batch: Batch, edges: EdgeContext, *, energies: bool) -> tuple[Tensor, Tensor | None]:
         """Descriptor and atomic energies."""
         kinds, mask = self._pairs(batch["species"], edges.graph)
-        descriptor, _ = self.descriptor(batch, edges, mask)
+        descriptor, _ = self._described(batch, edges, mask)
         if not energies:
             return descriptor, None
         atomic = self.fitting(descriptor, batch).squeeze(1).double()
+        if self.networks:
+            atomic = self.options.network_weight * atomic
+            for network in self.networks:
+                atomic = atomic + network(batch, edges, mask)
         return descriptor, self._completed(atomic, batch, edges, kinds, mask)
 
     def last_layer(self, batch: Batch, edges: EdgeContext) -> LastLayer:
         if not isinstance(self.fitting, Fitting):
             return super().last_layer(batch, edges)
         kinds, mask = self._pairs(batch["species"], edges.graph)
-        features, weights = self.fitting.last_layer(self.descriptor(batch, edges, mask)[0], batch)
+        features, weights = self.fitting.last_layer(self._described(batch, edges, mask)[0], batch)
+        if self.networks:
+            parts = [(self.options.network_weight * features, weights)]
+            parts += [summand.last_layer(batch, edges, mask) for summand in self.summands]
+            features, weights = (torch.cat(part, 1 - number) for number, part in enumerate(zip(*parts)))
         # All that follows the network is an affine function of its output.
         offsets = self._completed(torch.zeros_like(features[:, 0]), batch, edges, kinds, mask)
         if self.table is not None:
@@ -348,7 +422,47 @@ class DeepPot(RegisteredModel[DeepPotOptions]):
         return atomic
 
 
-def _check_type_names(names: Sequence[str] | None, species: Sequence[str]) -> None:
+def _refuse_with_networks(options: DeepPotOptions) -> None:
+    """Raise for options that do not combine with sums of networks."""
+    used = {
+        "network_weight": not options.networks and options.network_weight != 1,
+        "branches": options.networks and options.branches,
+        "spin": options.networks and options.spin,
+        "use_srtab": options.networks and (options.use_srtab or options.srtab),
+        "fitting_net.type": options.networks and options.fitting_net.get("type", "ener") != "ener",
+    }
+    for key, value in used.items():
+        if value:
+            where = "needs model.networks" if key == "network_weight" else "cannot be combined with model.networks"
+            raise ForgefieldError(
+                f"model.{key} {where}; remove one of them." if options.networks else f"model.{key} {where}."
+            )
+
+
+def _refuse_with_spin(options: DeepPotOptions) -> None:
+    """Raise for options that do not combine with spins."""
+    if options.spin is None:
+        return
+    used = {
+        "branches": options.branches,
+        "use_srtab": options.use_srtab or options.srtab,
+        "pair_table": options.pair_table or options.added_table,
+        "fitting_net.type": options.fitting_net.get("type", "ener") != "ener",
+    }
+    for key, value in used.items():
+        if value:
+            raise ForgefieldError(f"model.{key} cannot be combined with model.spin; remove one of them.")
+
+
+def _check_type_names(options: DeepPotOptions, species: Sequence[str]) -> None:
+    names = options.type_names
+    stand_ins = [pair for pair in zip(names or (), species) if is_stand_in(*pair)]
+    if options.zbl and stand_ins:
+        name, symbol = stand_ins[0]
+        raise ForgefieldError(
+            f"model.zbl reads the element of each species, but {symbol} stands for the type {name} (model.type_names); set "
+            "it to false."
+        )
     if names is not None and (len(names) != len(species) or len(set(names)) != len(names)):
         raise ForgefieldError(
             f"model.type_names is {list(names)}; it needs a different name for each of {', '.join(species)}, or leave it out."

@@ -214,6 +214,14 @@ class DeepPotOptions:
     """Energy of each species that is added to the network's, eV. From the training data."""
     type_names: list[str] | None = None
     """Names of the species in systems and models of DeePMD-kit; default: the elements."""
+    networks: list[dict[str, Any]] = field(default_factory=list)
+    """Further networks whose energies are added, each with `descriptor`, `fitting_net` and `weight`, a factor of its energies
+    (default 1)."""
+    network_weight: float = 1.0
+    """Factor of the energies of the first network, that of `descriptor` and `fitting_net`."""
+    spin: dict[str, Any] | None = None
+    """Spins as virtual atoms: `use_spin`, the magnetic species; `virtual_scale`, the distance of a virtual atom divided by the
+    length of the spin; `rcut`, the cutoff of the descriptor, A. Reads the field `spin`, predicts `force_mag`."""
     branches: dict[str, Any] = field(default_factory=dict)
     """Several energies of one descriptor, by name, each learnt from its own data: {water: {}, ice: {fitting_net: {seed: 2}}}. A
     branch has its own fitting network, unless `share` names the branch whose network it uses, and its own `out_bias`."""
@@ -394,7 +402,7 @@ _DATA_SETTINGS = {"rcut": "data.cutoff", "type_map": "data.species", "ntypes": "
 _NOT_APPLICABLE = {
     "use_aparam_as_mask": "missing atoms are left out of the data",
     "layer_name": "networks do not share layers by name",
-    "spin": "spins are not part of this model",
+    "spin": "spins are options of model.spin",
 }
 
 

@@ -24,12 +24,15 @@ from forgefield.models.deeppot.options import (
     FittingOptions,
     PolarOptions,
     PropertyOptions,
+    RowOptions,
     descriptor_part,
     fitting_part,
     rcond_of,
     unseen_species,
 )
 from forgefield.models.deeppot.row_statistics import Moments
+from forgefield.models.deeppot.spin import VirtualAtoms, complete_spin, doubled, spin_options, with_virtual
+from forgefield.models.deeppot.sums import network_statistics
 from forgefield.models.deeppot.tensor_fitting import TensorFitting
 
 ROUNDING = 1e-12
@@ -136,20 +139,33 @@ def environment_statistics(
     options = DeepPotOptions(**{key: value for key, value in model.items() if key != "name"})
     descriptor_class, descriptor = descriptor_part(options.descriptor)
     fitting_class, fitting = fitting_part(options.fitting_net)
+    virtual, around = None, tuple(species)
+    if options.spin is not None:
+        completed = complete_spin(spin_options(options.spin), options.descriptor, species, cutoff)
+        virtual, cutoff = VirtualAtoms(completed, cutoff), float(completed.rcut or cutoff)
+        assert isinstance(descriptor, RowOptions)
+        descriptor, around = doubled(descriptor), tuple(with_virtual(species))
     rows = descriptor_class.statistics(
-        descriptor, species=tuple(species), cutoff=cutoff, pair_exclude_types=options.pair_exclude_types
+        descriptor, species=around, cutoff=cutoff, pair_exclude_types=options.pair_exclude_types
     )
+    added = network_statistics(options, species, cutoff)
     names = sorted(options.branches)
     outputs = _output_statistics(fitting_class, fitting, options, len(species))
     of_branches = {name: EnergyFit(len(species), fitting, index) for index, name in enumerate(names)}
     parameters = {name: ParameterStatistics(name, fitting) for name in ("fparam", "aparam")}
     for batch in batches:
-        rows.add(batch)
+        rows.add(batch if virtual is None else virtual.statistics_batch(batch))
+        for others in added:
+            others.add(batch)
         for fit in (outputs, *of_branches.values()):
             fit.add(batch)
         for part in parameters.values():
             part.add(batch)
     statistics = rows.result() | outputs.result()
+    if added:
+        statistics["networks"] = [others.result() for others in added]
+    if virtual is not None:
+        statistics["mean_neighbours"] *= 2  # virtual atoms are counted as well, and have none
     if of_branches:
         statistics["branches"] = {name: fit.result() for name, fit in of_branches.items()}
     for part in parameters.values():

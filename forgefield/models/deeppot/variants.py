@@ -151,6 +151,10 @@ def require_extensible(resolved: Mapping[str, Any], new: Sequence[str], source: 
         raise ForgefieldError(
             f"{problem}species can be added only to Deep Potentials with one energy; train a new model."
         )
+    if resolved.get("networks"):
+        raise ForgefieldError(f"{problem}species cannot be added to a sum of networks; train a new model.")
+    if resolved.get("spin"):
+        raise ForgefieldError(f"{problem}species cannot be added to a model with spins; train a new model.")
     if resolved.get("predicts"):
         raise ForgefieldError(
             f"{problem}it has heads in addition to its energy, for its species only; train a new model."

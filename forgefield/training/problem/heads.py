@@ -51,11 +51,21 @@ def has_energy(task: TaskOptions) -> bool:
     )
 
 
-def head_specifications(task: TaskOptions, data: FrameData) -> dict[str, dict[str, Any]]:
-    """Specifications (`models.heads.HeadOptions`) of the heads, by target."""
+def head_specifications(
+    task: TaskOptions, data: FrameData, derivatives: Mapping[str, DirectOutput] | None = None
+) -> dict[str, dict[str, Any]]:
+    """Specifications (`models.heads.HeadOptions`) of the heads, by target. derivatives: outputs that need none."""
     targets = field_targets(task)
     require_labels(targets, data.statistics.labels, "training", data.label_hints)
-    heads = {name: _specification(name, options, data) for name, options in targets.items()}
+    for name in targets:
+        if name in (derivatives or {}):
+            _refuse_head_options(name, targets[name], (derivatives or {})[name])
+            _require_shape_of_output(name, (derivatives or {})[name], data)
+    heads = {
+        name: _specification(name, options, data)
+        for name, options in targets.items()
+        if name not in (derivatives or {})
+    }
     neighbours = float(data.statistics.mean_neighbours)
     vector = {"per": "atom", "shape": [3], "kind": "vector", "neighbours": neighbours}
     if task.forces is not None and task.forces.direct:
@@ -81,25 +91,32 @@ def output_units(outputs: Mapping[str, DirectOutput], task: TaskOptions | None, 
     for name, options in targets.items():
         if name not in outputs:
             raise ForgefieldError(f"task.{name}: the fitting network of this model predicts {', '.join(outputs)}.")
-        applies = {
-            "classes": options.classes is None,
-            "reduce": options.reduce in (None, outputs[name].reduce),
-            "normalise": options.normalise == "auto",
-        }
-        for key, applies_to_model in applies.items():
-            if not applies_to_model:
-                raise ForgefieldError(
-                    f"task.{name}.{key} does not apply: it is part of model.fitting_net; leave it out."
-                )
+        _refuse_head_options(name, options, outputs[name])
     require_labels(targets, data.statistics.labels, "training", data.label_hints)
     for name in targets:
-        field, output = data.train.fields[name], outputs[name]
-        if (field.per, list(field.shape)) != (output.per, list(output.shape)):
-            raise ForgefieldError(
-                f"task.{name}: the model predicts a value of shape {list(output.shape)} for each {output.per}, but the data "
-                f"has it {field.describe()}; set data.labels.fields.{name}={{per: {output.per}, shape: {list(output.shape)}}}."
-            )
+        _require_shape_of_output(name, outputs[name], data)
     return {name: data.train.fields[name].unit for name in targets}
+
+
+def _refuse_head_options(name: str, options: FieldTargetOptions, output: DirectOutput) -> None:
+    applies = {
+        "classes": options.classes is None,
+        "reduce": options.reduce in (None, output.reduce),
+        "normalise": options.normalise == "auto",
+        "kind": options.kind in (None, output.kind),
+    }
+    for key, applies_to_model in applies.items():
+        if not applies_to_model:
+            raise ForgefieldError(f"task.{name}.{key} does not apply: it is part of the model; leave it out.")
+
+
+def _require_shape_of_output(name: str, output: DirectOutput, data: FrameData) -> None:
+    field = data.train.fields[name]
+    if (field.per, list(field.shape)) != (output.per, list(output.shape)):
+        raise ForgefieldError(
+            f"task.{name}: the model predicts a value of shape {list(output.shape)} for each {output.per}, but the data "
+            f"has it {field.describe()}; set data.labels.fields.{name}={{per: {output.per}, shape: {list(output.shape)}}}."
+        )
 
 
 def _specification(name: str, options: FieldTargetOptions, data: FrameData) -> dict[str, Any]:

@@ -33,6 +33,7 @@ from forgefield.models.potential import Potential
 from forgefield.models.registry import ARCHITECTURES
 from forgefield.models.resolving import (
     branch_names,
+    derivative_outputs,
     direct_outputs,
     excluded_species,
     extra_outputs_of,
@@ -135,7 +136,7 @@ def resolved_model(config: Config, data: FrameData) -> dict[str, Any]:
             adaptive_cutoff=config.data.adaptive_cutoff,
             max_neighbours=config.data.max_neighbours,
             statistics=asdict(data.statistics) | _without_repulsion(config, data) | _measured(config, data),
-            heads={} if task is None or outputs else head_specifications(task, data),
+            heads={} if task is None or outputs else head_specifications(task, data, derivative_outputs(config.model)),
             has_energy=task is None or has_energy(task),
             units=output_units(outputs, task, data) if outputs else None,
             trust=CONFIG,

@@ -25,7 +25,14 @@ from forgefield.models.potential import Potential
 from forgefield.models.predictor import head_key
 from forgefield.models.registry import ARCHITECTURES
 from forgefield.models.resolved import DIRECT, HEADS, PREDICTS, REFERENCES
-from forgefield.models.resolving import branch_names, direct_outputs, hooks_of, resolve_model
+from forgefield.models.resolving import (
+    branch_names,
+    derivative_outputs,
+    direct_outputs,
+    hooks_of,
+    networks_of,
+    resolve_model,
+)
 from forgefield.settings import Config
 from forgefield.tasks.options import TaskOptions
 from forgefield.training.problem.heads import has_energy, head_specifications, output_units
@@ -91,15 +98,17 @@ def transfer(
     before = resolved.pop(PREDICTS, None) or {"energy": True, HEADS: {}}
     options = check_heads(config.model.get(HEADS)) if HEADS not in source else {}
     needs_energy = has_energy(task)
-    heads, reused = _heads(options, head_specifications(task, data), before[HEADS])
-    if heads:
-        resolved[PREDICTS] = {"energy": needs_energy, HEADS: heads}
+    earlier, derived = networks_of(before[HEADS]), derivative_outputs(section_of(resolved))
+    heads, reused = _heads(options, head_specifications(task, data, derived), earlier)
+    if heads or (derived and needs_energy):
+        kept = {name: asdict(output) for name, output in derived.items()} if needs_energy else {}
+        resolved[PREDICTS] = {"energy": needs_energy, HEADS: {**heads, **kept}}
     elif not needs_energy:
         raise ForgefieldError("task has no target that a model can predict.")
     adds_energy = needs_energy and not before["energy"]
     if adds_energy:
         resolved |= _energy_terms(resolved, section, data, trust)
-    removed = [name for name in before[HEADS] if name not in heads]
+    removed = [name for name in earlier if name not in heads]
     return Transfer(
         resolved=resolved,
         reused=reused,

@@ -105,6 +105,7 @@ def end_summary(
     hints: Iterable[str],
     *,
     units: Mapping[str, str] | None = None,
+    names: Mapping[str, str] | None = None,
     statistics: Mapping[str, Any] | None = None,
     note: str | None = None,
 ) -> None:
@@ -113,6 +114,7 @@ def end_summary(
     results: errors by split, {"test": {"forces_mae": 41.0, ...}, "val": {...}}; or those of the test only.
     hints: lines to copy, commands or Python.
     units: of additional quantities.
+    names: of species, by symbol, if they are not the symbols.
     statistics: of the training data, for warnings about errors far above the spread of its labels.
     note: how the training ended.
     """
@@ -121,7 +123,7 @@ def end_summary(
     content: list[RenderableType] = []
     if by_split:
         if any(key.removesuffix("_mae") != key for errors in by_split.values() for key in errors):
-            table = errors_table(by_split, units)
+            table = errors_table(by_split, units, names)
             if len(by_split) > 1 and console.measure(table).maximum > console.width - _FRAME:
                 table = _long_errors_table(by_split, UNITS | dict(units or {}))
             content.append(table)
@@ -146,8 +148,15 @@ def end_summary(
         console.print(Text(lines), soft_wrap=True)
 
 
-def errors_table(by_split: dict[str, dict[str, float]], units: Mapping[str, str] | None = None) -> Table:
-    """One row per quantity (and species), with MAE and RMSE of each split. units: of additional quantities."""
+def errors_table(
+    by_split: dict[str, dict[str, float]],
+    units: Mapping[str, str] | None = None,
+    names: Mapping[str, str] | None = None,
+) -> Table:
+    """One row per quantity (and species), with MAE and RMSE of each split.
+
+    units: of additional quantities. names: of species.
+    """
     units = UNITS | dict(units or {})
     if len(by_split) > SIDE_BY_SIDE:
         return _long_errors_table(by_split, units)
@@ -163,7 +172,13 @@ def errors_table(by_split: dict[str, dict[str, float]], units: Mapping[str, str]
     for quantity, species in _rows_of(by_split, units):
         suffix = f"/{species}" if species else ""
         values = [errors.get(f"{quantity}_{kind}{suffix}") for errors in by_split.values() for kind in kinds]
-        name = f"  {species}" if species else quantity.replace("_", ", ") if quantity in UNITS else quantity
+        name = (
+            f"  {(names or {}).get(species, species)}"
+            if species
+            else quantity.replace("_", ", ")
+            if quantity in UNITS
+            else quantity
+        )
         style = "dim" if species else "bold"
         cells = [Text(digits(value), style=style) for value in values]
         table.add_row(Text(name, style="dim" if species else ""), *cells, Text(units.get(quantity, "")))

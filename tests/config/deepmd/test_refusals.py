@@ -36,7 +36,7 @@ REFUSED: list[tuple[dict[str, Any], str, str]] = [
     # missing
     ({"learning_rate": ...}, "learning_rate", "missing"),
     ({"learning_rate.start_lr": ...}, "learning_rate.start_lr", "missing"),
-    ({"model.type_map": ...}, "model.type_map", "missing"),
+    ({"model.type_map": ..., "model.descriptor.sel": "auto"}, "model.type_map", "missing"),
     ({"model.descriptor": ...}, "model.descriptor", "missing"),
     ({"model.fitting_net": ...}, "model.fitting_net", "missing"),
     ({"model.descriptor.type": ...}, "model.descriptor.type", "missing"),
@@ -68,7 +68,11 @@ REFUSED: list[tuple[dict[str, Any], str, str]] = [
     ({"model.descriptor.precision": "float16"}, "model.descriptor.precision", "float64 or float32"),
     ({"model.descriptor.sel": "auto:0.5"}, "model.descriptor.sel", "auto:FACTOR"),
     ({"model.type_map": ["O", "O"]}, "model.type_map", "different"),
-    ({"model.type_map": ["O", "D1"]}, "model.type_map", "the type 'D1', whose element is unclear"),
+    (
+        {"model.type_map": ["O", "D1"], "model.descriptor": {"type": "se_atten", "use_econf_tebd": True}},
+        "model.descriptor.use_econf_tebd",
+        "reads the element of each type",
+    ),
     ({"model.preset_out_bias": {"energy": [None, 1]}}, "model.preset_out_bias.energy", "each of the 2 types"),
     ({"training.training_data.batch_size": 0}, "training.training_data.batch_size", "positive whole number"),
     ({"training.training_data.batch_size": "auto:x"}, "training.training_data.batch_size", "auto:N"),
@@ -86,7 +90,6 @@ REFUSED: list[tuple[dict[str, Any], str, str]] = [
     ({"nvnmd": {}}, "nvnmd", "TensorFlow"),
     ({"model.type": "linear_ener"}, "model.type", "model.models does not list them"),
     ({"model.type": "DPA4"}, "model.type", "an architecture that is not available here; `dp --pt train`"),
-    ({"model.type_map": ...}, "model.type_map", "name each atom type"),
     (
         {"model.type_embedding": {}, "model.descriptor": {"type": "se_e3"}},
         "model.type_embedding",
@@ -97,7 +100,7 @@ REFUSED: list[tuple[dict[str, Any], str, str]] = [
         "model.type_embedding",
         "is missing; the descriptor se_a_ebd_v2 reads it",
     ),
-    ({"model.spin": {}}, "model.spin", "magnetic"),
+    ({"model.spin": {}}, "model.spin.use_spin", "missing"),
     ({"model.descriptor.type": "dpa4"}, "model.descriptor.type", "not supported"),
     ({"model.descriptor": {"type": "dpa3"}}, "model.descriptor.repflow", "is missing"),
     (
@@ -128,7 +131,7 @@ REFUSED: list[tuple[dict[str, Any], str, str]] = [
     ({"loss.relative_f": 1.0}, "loss.relative_f", "not divided"),
     ({"loss.f_use_norm": True, "loss.loss_func": "mae"}, "loss.f_use_norm", "by component"),
     ({"loss.enable_atom_ener_coeff": True}, "loss.enable_atom_ener_coeff", "plain sums"),
-    ({"loss.type": "ener_spin"}, "loss.type", "not supported"),
+    ({"loss.type": "ener_spin"}, "loss.type", "no section 'spin'"),
     ({"loss.type": "tensor"}, "loss.type", "'model.fitting_net.type' is ener"),
     (
         {"loss": {"start_pref_e": 0, "limit_pref_e": 0, "start_pref_f": 0, "limit_pref_f": 0}},
@@ -141,9 +144,9 @@ REFUSED: list[tuple[dict[str, Any], str, str]] = [
     ({"training.enable_tf32": True}, "training.enable_tf32", "float32"),
     ({"training.mixed_precision": {}}, "training.mixed_precision", "float32"),
     (
-        {**SINGLE, "training.mixed_precision": {"output_prec": "float64"}},
+        {**SINGLE, "training.mixed_precision": {"output_prec": "float16"}},
         "training.mixed_precision.output_prec",
-        "float32",
+        "float64",
     ),
     ({"training.training_data.min_pair_dist": 0.5}, "training.training_data.min_pair_dist", "take them out"),
     ({"training.numb_steps": ..., "training.numb_epoch": 1.5}, "training.numb_epoch", "numb_steps"),

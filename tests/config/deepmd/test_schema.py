@@ -71,7 +71,7 @@ INPUTS: list[dict[str, Any]] = [
 ]
 NESTED = changed({"model.descriptor": DPA2})
 """An input whose descriptor has sections of its own."""
-SECTIONS = ("model.modifier", "model.compress", "model.spin", "model.type_embedding")
+SECTIONS = ("model.modifier", "model.compress", "model.type_embedding")
 """Refused as a whole, so what is in them is not looked at."""
 
 
@@ -128,6 +128,8 @@ def test_no_key_of_the_schema_is_unknown(theirs: dict[str, Any]) -> None:
         if path == "model.descriptor" and kind is not None:
             blocks = {"dpa2": DPA2, "dpa3": DPA3}
             base = {"model.descriptor": copy.deepcopy(blocks.get(kind, {"type": kind}))}
+        if path == "model.spin":
+            base = {"model.spin": {"use_spin": [True, False], "virtual_scale": 0.3}}
         if path.startswith("model.descriptor."):
             base = {"model.descriptor": copy.deepcopy(DPA3 if path.endswith("repflow") else DPA2)}
         try:

@@ -16,6 +16,7 @@ from forgefield.config.checking import unknown_key
 from forgefield.config.deepmd import is_deepmd_input, translate
 from forgefield.config.loading import load_config
 from forgefield.errors import ForgefieldError
+from forgefield.models.resolving import check_model
 from forgefield.training.optim.optimisers import build_scheduler
 from tests.support.deepmd_inputs import WATER, both, changed, translated
 
@@ -223,10 +224,17 @@ SINGLE = {"model.descriptor.precision": "float32", "model.fitting_net.precision"
         ({"training.enable_tf32": True}, "tf32"),
         ({"training.mixed_precision": {"compute_prec": "bfloat16"}}, "bf16-mixed"),
         ({"training.mixed_precision": {"compute_prec": "float16", "output_prec": "float32"}}, "fp16-mixed"),
+        ({"training.mixed_precision": {"output_prec": "float64"}}, "fp16-mixed"),
     ],
 )
 def test_faster_arithmetic(changes: dict[str, Any], precision: str) -> None:
     assert translated({**SINGLE, **changes})["training"]["precision"] == precision
+
+
+def test_types_without_names_are_those_of_sel() -> None:
+    config = translated({"model.type_map": ...})
+    assert config["model"]["type_names"] == ["type_0", "type_1"]
+    assert config["data"]["species"] == ["He", "Ne"]
 
 
 def test_a_short_range_table_next_to_the_input_is_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -311,11 +319,28 @@ def test_a_sum_of_a_network_and_a_table_is_a_model_with_a_table() -> None:
     assert config["model"]["pair_table_cutoff"] == 9.0
     for change, said in (
         ({"weights": "mean"}, "'model.weights' is 'mean'"),
-        ({"models": [network, network]}, "'model.models' has 2 networks and 0 tables"),
+        ({"models": [table, table]}, "'model.models' has 0 networks and 2 tables"),
+        ({"weights": [1, 1, 1]}, "'model.weights' must be sum, mean, or a list of 2 numbers"),
+        ({"models": [network, {**network, "type_map": ["H", "O"]}]}, "is not that of 'model.type_map'"),
         ({"models": [{"type": "frozen", "model_file": "a.pb"}]}, "contains frozen models"),
     ):
         with pytest.raises(ForgefieldError, match=said):
             translated({"model": {**model, **change}})
+
+
+def test_a_sum_of_networks_is_a_model_with_networks() -> None:
+    far, near = (
+        {"descriptor": {"type": "se_atten", "sel": 40, "rcut": rcut}, "fitting_net": {"neuron": [4]}}
+        for rcut in (6.0, 4.0)
+    )
+    config = translated({"model": {"type": "linear_ener", "type_map": ["O", "H"], "models": [far, near]}})
+    model = config["model"]
+    assert config["data"]["cutoff"] == 6.0
+    assert model["descriptor"] == {"type": "se_atten", "sel": 40}
+    assert model["network_weight"] == 0.5
+    inside = {"type": "hybrid", "list": [{"type": "se_atten", "sel": 40, "rcut": 4.0}]}
+    assert model["networks"] == [{"descriptor": inside, "fitting_net": {"type": "ener", "neuron": [4]}, "weight": 0.5}]
+    check_model(model)
 
 
 # --- systems

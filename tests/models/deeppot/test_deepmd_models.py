@@ -31,6 +31,9 @@ NAMES = [
     "dpa3_dynamic",
     "dpa3_plain",
     "dpa3_edges",
+    "spin",
+    "spin_atten",
+    "networks",
 ]
 
 
@@ -38,6 +41,11 @@ NAMES = [
 def test_predictions_are_those_of_deepmd(name, tmp_path):
     potential = loaded(unpacked(tmp_path, f"{name}.dp"))
     assert_equal_predictions(potential, predictions(name))
+
+
+@pytest.mark.parametrize("name", ["spin", "sum", "networks"])
+def test_checkpoints_are_the_same_models(name, tmp_path):
+    assert_equal_predictions(loaded(unpacked(tmp_path, f"{name}.pt")), predictions(name))
 
 
 @pytest.mark.parametrize("form", ["double", "tangent"])

@@ -203,8 +203,6 @@ def damage(tree: dict, what: str) -> None:
         model["fitting"]["dim_case_embd"] = 2
         values = {**model["fitting"]["@variables"]["bias_atom_e"], "value": [0.5, 0.5]}
         model["fitting"]["@variables"]["case_embd"] = values
-    if what == "two of one":
-        model["type_map"] = ["HW", "H"]
     if what == "slots":
         model["descriptor"]["@variables"]["davg"]["value"][0][3][0] = 9.0
     if what == "lost layer":
@@ -222,7 +220,6 @@ def damage(tree: dict, what: str) -> None:
         ("another fitting", "type population"),
         ("spin", "descriptor.spin"),
         ("case embedding", "case_embd is .0.5, 0.5.; it should be one 1 among zeros"),
-        ("two of one", "several types of the element H .HW, H."),
         ("slots", "differs between the neighbours"),
         ("lost layer", "does not contain the weights"),
         ("lost key", "'neuron'"),
