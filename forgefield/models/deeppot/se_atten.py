@@ -99,8 +99,8 @@ class SeAttenOptions(AttentionOptions):
 
     type: str = "se_atten"
     set_davg_zero: bool = True
-    """Divide by deviations without subtracting means. With false and a number `sel`, the energy depends on which atom of a frame is
-    the first, as in DeePMD-kit; leave `sel` out to avoid this."""
+    """Divide by deviations without subtracting means. With false and a number `sel`, the energy depends on which atom of a
+    frame is the first, as in DeePMD-kit; leave `sel` out to avoid this."""
     tebd_input_mode: str = option("concat", choices=MODES)
     """How species enter: `concat`, next to the distance, or `strip`, through a separate network that scales the other's."""
     smooth_type_embedding: bool = False
