@@ -7,6 +7,7 @@ For tests of what a process does. Tests of how a process is started (launchers, 
 from __future__ import annotations
 
 import atexit
+import gc
 import json
 import os
 import runpy
@@ -101,6 +102,14 @@ def _run(
         return subprocess.CompletedProcess(list(words), next(filter(None, codes), 0), out.read(), err.read())
 
 
+def start_from(connection: socket.socket) -> None:
+    """Start the process for which another program asks: it has sent its open files, and the rest of what `Warm` sends follows."""
+    _, files, _, _ = socket.recv_fds(connection, 1, 2)
+    socket.send_fds(_server(), [b"+"], [connection.fileno(), *files])
+    for file in files:
+        os.close(file)
+
+
 @cache
 def _server() -> socket.socket:
     """The process that forks, started when it is first needed; it ends when this one does."""
@@ -172,4 +181,5 @@ if __name__ == "__main__":
         import forgefield.cli.train
         import forgefield.models.nequip.model  # noqa: F401
 
+    gc.freeze()  # as in a command: what was imported stays, and a collection would copy all of it in every process
     _become(_requests(socket.socket(fileno=int(sys.argv[1]))))
