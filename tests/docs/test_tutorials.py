@@ -124,12 +124,10 @@ def test_the_tutorial_runs(name, tmp_path, monkeypatch):
     execute = executor()
     monkeypatch.setenv("PYTHONPATH", str(DOCS.parent))
     notebook = execute.read_source(name, SHORTER[name])
-    (tmp_path / "work").mkdir()
-    with warm_commands(tmp_path / "bin") as commands:
-        path = [str(commands), str(Path(sys.executable).parent), os.environ["PATH"]]
-        monkeypatch.setenv("PATH", os.pathsep.join(path))
-        monkeypatch.setenv("JUPYTER_PATH", str(commands))
-        execute.execute(notebook, tmp_path / "work")  # an error in a cell is raised
+    path = [str(warm_commands()), str(Path(sys.executable).parent), os.environ["PATH"]]
+    monkeypatch.setenv("PATH", os.pathsep.join(path))
+    monkeypatch.setenv("JUPYTER_PATH", str(warm_commands()))
+    execute.execute(notebook, tmp_path)  # an error in a cell is raised
     assert any(cell.get("outputs") for cell in notebook.cells)
 
 

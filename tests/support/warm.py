@@ -7,6 +7,7 @@ For tests of what a process does. Tests of how a process is started (launchers, 
 from __future__ import annotations
 
 import atexit
+import fcntl
 import gc
 import json
 import os
@@ -104,7 +105,7 @@ def _run(
 
 def start_from(connection: socket.socket) -> None:
     """Start the process for which another program asks: it has sent its open files, and the rest of what `Warm` sends follows."""
-    _, files, _, _ = socket.recv_fds(connection, 1, 2)
+    _, files, _, _ = socket.recv_fds(connection, 1, 3)
     socket.send_fds(_server(), [b"+"], [connection.fileno(), *files])
     for file in files:
         os.close(file)
@@ -132,7 +133,7 @@ def _server() -> socket.socket:
 def _requests(channel: socket.socket) -> dict[str, Any]:
     """Fork for each request. Returns only in the process that is to do what one asks for."""
     while True:
-        _, files, _, _ = socket.recv_fds(channel, 1, 3)
+        _, files, _, _ = socket.recv_fds(channel, 1, 4)
         with suppress(ChildProcessError):
             while os.waitpid(-1, os.WNOHANG)[0]:
                 pass  # so that their time is counted with that of this process
@@ -145,8 +146,11 @@ def _requests(channel: socket.socket) -> dict[str, Any]:
             os.close(file)
 
 
-def _request(answers: int, out: int, err: int) -> dict[str, Any]:
-    """Fork once more and tell how the new process ends. Returns only in the new one."""
+def _request(answers: int, *files: int) -> dict[str, Any]:
+    """Fork once more and tell how the new process ends. Returns only in the new one.
+
+    files: its output, its errors, and those that it is to find under certain numbers.
+    """
     connection = socket.socket(fileno=answers)
     with connection.makefile() as lines:
         request: dict[str, Any] = json.loads(lines.readline())
@@ -158,10 +162,11 @@ def _request(answers: int, out: int, err: int) -> dict[str, Any]:
         os._exit(0)
     connection.close()
     os.setsid()
-    os.dup2(out, 1)
-    os.dup2(err, 2)
-    os.close(out)
-    os.close(err)
+    copies = [fcntl.fcntl(file, fcntl.F_DUPFD, 1000) for file in files]  # away from the numbers they are to get
+    os.closerange(3, 1000)
+    for copy, number in zip(copies, [1, 2, *request.get("numbers", [])], strict=True):
+        os.dup2(copy, number, inheritable=True)
+        os.close(copy)
     return request
 
 

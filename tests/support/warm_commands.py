@@ -1,15 +1,17 @@
 """A folder for PATH and JUPYTER_PATH, where `forgefield` and the kernels of notebooks start as warm processes do.
 
-For tests in which other programs start these commands: a shell, torchrun, Jupyter.
+For tests in which other programs start these commands: a shell, mpirun, torchrun, Jupyter.
 """
 
 from __future__ import annotations
 
+import atexit
 import json
+import shutil
 import socket
 import sys
-from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+import tempfile
+from functools import cache
 from pathlib import Path
 from threading import Thread
 
@@ -24,13 +26,12 @@ import signal
 import socket
 import sys
 
-MODULE = {module!r}
-if {real!r} and any(name in os.environ for name in ("PMI_RANK", "OMPI_COMM_WORLD_RANK")):
-    os.execv({real!r}, sys.argv)  # the library of MPI needs the files that mpirun has opened for it
 connection = socket.socket(socket.AF_UNIX)
 connection.connect({address!r})
-socket.send_fds(connection, [b"+"], [1, 2])
-request = {{"words": [MODULE, *sys.argv[1:]], "folder": os.getcwd(), "environ": dict(os.environ)}}
+extra = [int(os.environ["PMI_FD"])] if "PMI_FD" in os.environ else []  # how MPICH talks to its mpirun
+socket.send_fds(connection, [b"+"], [1, 2, *extra])
+words = [{module!r}, *sys.argv[1:]]
+request = {{"words": words, "folder": os.getcwd(), "environ": dict(os.environ), "numbers": extra}}
 connection.sendall(json.dumps(request).encode() + b"\\n")
 with connection.makefile() as lines:
     process = int(lines.readline())
@@ -44,33 +45,28 @@ sys.exit(code)
 '''
 
 
-@contextmanager
-def warm_commands(folder: Path) -> Iterator[Path]:
-    """Fill this new folder, and serve its commands inside the context. Returns the folder."""
-    folder.mkdir()
-    address = folder / "socket"
-    with socket.socket(socket.AF_UNIX) as listener:
-        listener.bind(str(address))
-        listener.listen()
-        Thread(target=_serve, args=[listener], daemon=True).start()
-        _write_command(folder / "forgefield", "forgefield", address, real=Path(sys.executable).with_name("forgefield"))
-        _write_command(folder / "kernel", "ipykernel_launcher", address)
-        spec = folder / "kernels" / "python3" / "kernel.json"
-        spec.parent.mkdir(parents=True)
-        argv = [str(folder / "kernel"), "-f", "{connection_file}"]
-        spec.write_text(json.dumps({"argv": argv, "display_name": "Python 3", "language": "python"}))
-        yield folder
-
-
-def _write_command(path: Path, module: str, address: Path, real: Path | None = None) -> None:
-    values = {"python": sys.executable, "module": module, "address": str(address), "real": str(real or "")}
-    path.write_text(COMMAND.format(**values))
-    path.chmod(0o755)
+@cache
+def warm_commands() -> Path:
+    """The folder, which is removed when this process ends."""
+    folder = Path(tempfile.mkdtemp(prefix="warm-"))
+    atexit.register(shutil.rmtree, folder, ignore_errors=True)
+    listener = socket.socket(socket.AF_UNIX)
+    listener.bind(str(folder / "socket"))
+    listener.listen()
+    Thread(target=_serve, args=[listener], daemon=True).start()
+    for name, module in (("forgefield", "forgefield"), ("kernel", "ipykernel_launcher")):
+        command = folder / name
+        command.write_text(COMMAND.format(python=sys.executable, module=module, address=str(folder / "socket")))
+        command.chmod(0o755)
+    spec = folder / "kernels" / "python3" / "kernel.json"
+    spec.parent.mkdir(parents=True)
+    argv = [str(folder / "kernel"), "-f", "{connection_file}"]
+    spec.write_text(json.dumps({"argv": argv, "display_name": "Python 3", "language": "python"}))
+    return folder
 
 
 def _serve(listener: socket.socket) -> None:
-    with suppress(OSError):  # closed
-        while True:
-            connection, _ = listener.accept()
-            with connection:
-                start_from(connection)
+    while True:
+        connection, _ = listener.accept()
+        with connection:
+            start_from(connection)
