@@ -8,6 +8,8 @@ from pathlib import Path
 import pytest
 import torch
 
+from forgefield.report import canvas
+
 pytest.register_assert_rewrite("tests.support")
 gc.disable()  # until everything has been imported
 # Code without vector instructions is compiled in less time; one test of the compile engine has them. In one thread, since a
@@ -51,3 +53,11 @@ def _own_cache(monkeypatch, _session_cache) -> None:
     cache = tempfile.mkdtemp(dir=_session_cache)
     os.symlink(_session_cache / "c", f"{cache}/c")
     monkeypatch.setenv("FORGEFIELD_CACHE", cache)
+
+
+@pytest.fixture(autouse=True)
+def _few_drawings(request, monkeypatch) -> None:
+    """Only tests of reports have figures drawn, which takes longer than a short training; others make the figures of their
+    report, and the page, but matplotlib does not convert them to SVG. Commands in processes of their own draw everything."""
+    if "/report/" not in f"/{request.node.nodeid}" and request.node.get_closest_marker("drawings") is None:
+        monkeypatch.setattr(canvas, "_draw", lambda figure, name: '<svg viewBox="0 0 1 1"></svg>')

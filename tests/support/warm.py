@@ -12,6 +12,7 @@ import gc
 import json
 import os
 import runpy
+import select
 import signal
 import socket
 import subprocess
@@ -31,32 +32,58 @@ ROOT = Path(__file__).parents[2]
 
 
 class Warm:
-    """A process that runs `python -m MODULE WORDS`. out, err: open files for what it prints."""
+    """A process that runs `python -m MODULE WORDS`. out, err: files for what it prints, by default temporary ones."""
 
     def __init__(
-        self, words: Sequence[str], folder: Path, environ: Mapping[str, str], out: IO[str], err: IO[str]
+        self,
+        words: Sequence[str],
+        folder: Path,
+        environ: Mapping[str, str],
+        out: IO[str] | None = None,
+        err: IO[str] | None = None,
     ) -> None:
         self.words = list(words)
+        self.returncode: int | None = None
+        self.out, self.err = (tempfile.TemporaryFile("w+") if file is None else file for file in (out, err))
         self._answers, theirs = socket.socketpair()
         request = {"words": self.words, "folder": str(folder), "environ": dict(environ)}
         with theirs:
-            socket.send_fds(_server(), [b"+"], [theirs.fileno(), out.fileno(), err.fileno()])
+            socket.send_fds(_server(), [b"+"], [theirs.fileno(), self.out.fileno(), self.err.fileno()])
         self._answers.sendall(json.dumps(request).encode() + b"\n")
-        self._lines = self._answers.makefile()
-        self.pid = int(self._lines.readline())
+        self.pid = self._number()
 
-    def wait(self, timeout: float) -> int:
+    def poll(self) -> int | None:
+        """Its exit code, or None while it runs."""
+        if self.returncode is None and select.select([self._answers], [], [], 0)[0]:
+            self.returncode = self._number()
+        return self.returncode
+
+    def wait(self, timeout: float = 200) -> int:
         """Its exit code, negative for a signal. After `timeout` seconds it is killed, and that is an error."""
-        self._answers.settimeout(max(timeout, 0.01))
-        try:
-            code = self._lines.readline()
-        except TimeoutError:
-            os.kill(self.pid, signal.SIGKILL)
-            raise subprocess.TimeoutExpired(self.words, timeout) from None
-        finally:
-            self._lines.close()
-            self._answers.close()
-        return int(code)
+        if self.returncode is None:
+            self._answers.settimeout(max(timeout, 0.01))
+            try:
+                self.returncode = self._number()
+            except TimeoutError:
+                os.kill(self.pid, signal.SIGKILL)
+                raise subprocess.TimeoutExpired(self.words, timeout) from None
+            finally:
+                self._answers.close()
+        return self.returncode
+
+    def printed(self) -> tuple[str, str]:
+        """What it has printed so far as output and as errors."""
+        for file in (self.out, self.err):
+            file.seek(0)
+        return self.out.read(), self.err.read()
+
+    def _number(self) -> int:
+        line = b""
+        while not line.endswith(b"\n"):
+            if not (byte := self._answers.recv(1)):
+                raise EOFError("the process that forks has ended")
+            line += byte
+        return int(line)
 
 
 LAUNCHERS = {"forgefield": {"FORGEFIELD_LAUNCHER": "forgefield"}, "torchrun": {"TORCHELASTIC_RUN_ID": "warm"}}
@@ -98,9 +125,7 @@ def _run(
         processes = [Warm(words, folder, environ, out, err) for folder, environ in places]
         end = time.monotonic() + timeout
         codes = [process.wait(end - time.monotonic()) for process in processes]
-        out.seek(0)
-        err.seek(0)
-        return subprocess.CompletedProcess(list(words), next(filter(None, codes), 0), out.read(), err.read())
+        return subprocess.CompletedProcess(list(words), next(filter(None, codes), 0), *processes[0].printed())
 
 
 def start_from(connection: socket.socket) -> None:
@@ -172,6 +197,7 @@ def _request(answers: int, *files: int) -> dict[str, Any]:
 
 def _become(request: dict[str, Any]) -> None:
     """What a new Python process would do with its command."""
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell starts background jobs with Ctrl-C ignored
     os.environ.clear()
     os.environ.update(request["environ"])
     os.chdir(request["folder"])
