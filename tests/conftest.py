@@ -3,6 +3,7 @@
 import gc
 import os
 import tempfile
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
@@ -38,11 +39,18 @@ def _one_thread() -> None:
 
 
 @pytest.fixture(autouse=True, scope="session")
-def _session_cache(tmp_path_factory) -> Path:
-    """The cache folder of fixtures that several tests share, and not that of the user; one for all workers of pytest-xdist."""
+def _session_cache(request, tmp_path_factory) -> Path:
+    """The cache folder of fixtures that several tests share, and not that of the user; one for all workers of pytest-xdist.
+
+    Compiled C code is kept from one session to the next, with what pytest itself keeps.
+    """
     folder = tmp_path_factory.getbasetemp()
     cache = (folder.parent if "PYTEST_XDIST_WORKER" in os.environ else folder) / "shared-cache"
-    (cache / "c").mkdir(parents=True, exist_ok=True)
+    cache.mkdir(exist_ok=True)
+    compiled = request.config.cache.mkdir("compiled") if hasattr(request.config, "cache") else cache / "compiled"
+    compiled.mkdir(exist_ok=True)
+    with suppress(FileExistsError):
+        (cache / "c").symlink_to(compiled)
     os.environ["FORGEFIELD_CACHE"] = str(cache)
     return cache
 

@@ -44,7 +44,8 @@ class Warm:
     ) -> None:
         self.words = list(words)
         self.returncode: int | None = None
-        self.out, self.err = (tempfile.TemporaryFile("w+") if file is None else file for file in (out, err))
+        self.out = tempfile.TemporaryFile("w+") if out is None else out  # noqa: SIM115
+        self.err = tempfile.TemporaryFile("w+") if err is None else err  # noqa: SIM115
         self._answers, theirs = socket.socketpair()
         request = {"words": self.words, "folder": str(folder), "environ": dict(environ)}
         with theirs:
@@ -129,7 +130,7 @@ def _run(
 
 
 def start_from(connection: socket.socket) -> None:
-    """Start the process for which another program asks: it has sent its open files, and the rest of what `Warm` sends follows."""
+    """Start the process for which another program asks. It has sent its open files; the rest of what `Warm` sends follows."""
     _, files, _, _ = socket.recv_fds(connection, 1, 3)
     socket.send_fds(_server(), [b"+"], [connection.fileno(), *files])
     for file in files:

@@ -17,6 +17,8 @@ from threading import Thread
 
 from tests.support.warm import start_from
 
+MODULES = {"forgefield": "forgefield", "kernel": "ipykernel_launcher", "train-many": "tests.support.train_many"}
+"""What the commands run, by name."""
 COMMAND = '''#!{python} -ISs
 """Has `python -m MODULE ...` run by a warm process, and ends as that does."""
 
@@ -54,7 +56,7 @@ def warm_commands() -> Path:
     listener.bind(str(folder / "socket"))
     listener.listen()
     Thread(target=_serve, args=[listener], daemon=True).start()
-    for name, module in (("forgefield", "forgefield"), ("kernel", "ipykernel_launcher")):
+    for name, module in MODULES.items():
         command = folder / name
         command.write_text(COMMAND.format(python=sys.executable, module=module, address=str(folder / "socket")))
         command.chmod(0o755)
