@@ -324,7 +324,7 @@ def test_a_damaged_store_is_refused(source, capsys, file, damage, piece):
     assert not Path("out.extxyz").exists()
 
 
-def test_a_large_store_is_compared_with_its_hashes_unless_told_otherwise(source, capsys, monkeypatch):
+def test_a_large_store_is_compared_with_its_hashes_by_default(source, capsys, monkeypatch):
     monkeypatch.setattr("forgefield.data.store.store.VERIFIED_BELOW", 0)
     done(capsys, "convert", "cu.extxyz", "cu")
     flip_a_byte(Path("cu/part-00000/positions.npy"))
