@@ -143,7 +143,7 @@ def test_kernels_do_not_hide_nan(activation, loss, dtype, own_kernels):
 
 
 @pytest.mark.parametrize(("precision", "tolerance"), [("tf32", 5e-3), ("bf16-mixed", 2e-2)])
-def test_own_kernels_learn_what_the_eager_engine_learns(precision, tolerance, own_kernels, tmp_path, capsys):
+def test_kernels_learn_what_the_eager_engine_learns(precision, tolerance, own_kernels, tmp_path, capsys):
     eager = train_only(gpu_config(tmp_path, "eager", engine="eager", precision=precision))
     graphs = train_only(gpu_config(tmp_path, "own", engine="graphs", precision=precision, graphs={"compiled": True}))
     said = capsys.readouterr().out
