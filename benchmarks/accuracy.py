@@ -9,8 +9,8 @@ FOLDER holds the files of the set: rmd17_<molecule>_train_01.npz and rmd17_<mole
 test_300K.xyz (test_600K.xyz and test_1200K.xyz are used if they are there); <element>_train.xyz and <element>_test.xyz; data_0
 to data_3 of DeePMD-kit's water example.
 
-The settings are those of `forgefield init --accurate`, the same for every molecule, element and seed. Model, learning rate and
-forces weight were chosen with benchmarks/recipes.py on parts of training files; test frames are evaluated once, at the end. A
+The settings are those of `forgefield init --accurate`, the same for every molecule, element and seed; model and number of steps
+depend on the number of training frames. They were chosen by validation frames; test frames are evaluated once, at the end. A
 finished training is not repeated, an interrupted one is resumed. --model selects the architecture, --ensemble the number of
 models whose predictions are averaged, --at-once how many trainings run at the same time; `key=value` overrides the config.
 --log FILE also writes the table to a file, --figure FILE draws it.
@@ -46,11 +46,11 @@ MODELS: dict[str, dict[str, Any]] = {
         "radial_mlp_depth": 2,
         "radial_mlp_width": 64,
     },
-    "mace": recipe.MODEL,
+    "mace": {},
 }
-"""Section `model` of each architecture, the same for all data sets."""
+"""Section `model` of each architecture; that of MACE depends on the number of training frames."""
 TRAINING = {**recipe.TRAINING, "uncertainty": False, "tensorboard": 0}
-TASK = {name: {"weight": recipe.WEIGHTS[name]} for name in ("energy", "forces")}
+TASK = {name: recipe.target(name) for name in ("energy", "forces")}
 
 Published = Mapping[str, tuple[float, float]]
 """Errors of energies and forces by model."""
@@ -99,13 +99,13 @@ BPA: dict[str, Published] = {
 class Case:
     """One data set to train on.
 
-    data: section `data` of the config. steps: number of optimiser steps. errors: names of the errors of energies and forces in
+    data: section `data` of the config. n_train: training frames. errors: names of the errors of energies and forces in
     the results of a test. published: errors by test set; a single one has the name of the case.
     """
 
     name: str
     data: dict[str, Any]
-    steps: int
+    n_train: int
     errors: tuple[str, str]
     published: Mapping[str, Published]
 
@@ -133,7 +133,7 @@ def rmd17(folder: Path, only: Sequence[str], frames: int) -> list[Case]:
                 "units": {"energy": "kcal/mol"},
                 "batch": {"frames": 5},
             },
-            steps=recipe.training_steps(frames),
+            n_train=frames,
             errors=TOTAL_MAE,
             published={molecule: published.get(molecule, {})},
         )
@@ -153,35 +153,28 @@ def bpa(folder: Path, only: Sequence[str], frames: int) -> list[Case]:
                 "test": {name: str(path) for name, path in tests.items()},
                 "batch": {"frames": 5},
             },
-            steps=recipe.MORE_STEPS,
+            n_train=450,
             errors=TOTAL_RMSE,
             published={name: BPA[name] for name in tests},
         )
     ]
 
 
-def mean_atoms(path: Path) -> float:
-    """Mean number of atoms of the frames of a file."""
-    return statistics.fmean(len(atoms) for atoms in iread(path))
-
-
 def mlearn(folder: Path, only: Sequence[str], frames: int) -> list[Case]:
     """A tenth of the training frames validates."""
-    return [
-        Case(
-            name=element,
-            data={
-                "train": str(folder / f"{element}_train.xyz"),
-                "val": 0.1,
-                "test": {element: str(folder / f"{element}_test.xyz")},
-                "batch": {"frames": recipe.batch_frames(mean_atoms(folder / f"{element}_train.xyz"))},
-            },
-            steps=recipe.MORE_STEPS,
-            errors=PER_ATOM_RMSE,
-            published={element: {}},
-        )
-        for element in only or ("Li", "Ni", "Cu")
-    ]
+    cases = []
+    for element in only or ("Li", "Ni", "Cu"):
+        path = folder / f"{element}_train.xyz"
+        sizes = [len(atoms) for atoms in iread(path)]
+        data = {
+            "train": str(path),
+            "val": 0.1,
+            "test": {element: str(folder / f"{element}_test.xyz")},
+            "batch": {"frames": recipe.batch_frames(statistics.fmean(sizes))},
+        }
+        n_train = len(sizes) - round(0.1 * len(sizes))
+        cases.append(Case(element, data, n_train, errors=PER_ATOM_RMSE, published={element: {}}))
+    return cases
 
 
 def water(folder: Path, only: Sequence[str], frames: int) -> list[Case]:
@@ -195,7 +188,7 @@ def water(folder: Path, only: Sequence[str], frames: int) -> list[Case]:
                 "test": {"water": str(folder / "data_3")},
                 "batch": {"frames": 1},
             },
-            steps=recipe.MORE_STEPS,
+            n_train=304,
             errors=PER_ATOM_RMSE,
             published={"water": {}},
         )
@@ -209,18 +202,19 @@ def config(case: Case, model: str, seed: int, ensemble: int, out: Path) -> dict[
     """The config of one training."""
     name = f"{case.name}-{model}{'' if ensemble == 1 else f'-x{ensemble}'}-{seed}"
     training = {**TRAINING, "ensemble": ensemble} if ensemble > 1 else dict(TRAINING)
+    steps = recipe.training_steps(case.n_train)
     return {
         "name": name,
         "out": str(out),
         "seed": seed,
         "data": {"cutoff": 5.0, "split_seed": 0, **case.data},
-        "model": MODELS[model],
+        "model": MODELS[model] or recipe.model(case.n_train),
         "task": TASK,
         "training": training,
         "trainer": {
-            "max_steps": case.steps,
+            "max_steps": steps,
             "max_epochs": -1,
-            "val_check_interval": case.steps // 100,
+            "val_check_interval": steps // 100,
             "check_val_every_n_epoch": None,
             "enable_progress_bar": False,
         },

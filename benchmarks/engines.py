@@ -52,7 +52,7 @@ from forgefield.training.engines.graphs import GraphsEngine
 from forgefield.training.engines.script import ScriptEngine
 from forgefield.training.engines.step import DERIVATIVES, StepFunction
 from forgefield.training.engines.verify import require_equal
-from forgefield.training.optim.captured_update import CapturedUpdate
+from forgefield.training.optim.captured_optimiser import CapturedOptimiser
 from forgefield.training.precision import TOLERANCES, Precision
 
 SPECIES = ("H", "O")
@@ -128,7 +128,7 @@ def whole_step(engine: Engine, batch: Batch) -> Callable[[], None]:
     weights = engine.function.trained_weights()
     optimiser = torch.optim.Adam(weights, lr=LEARNING_RATE)
     if isinstance(engine, GraphsEngine):
-        update = CapturedUpdate(optimiser, None)
+        update = CapturedOptimiser(optimiser, None)
 
         def replay() -> None:
             engine.differentiate(batch)

@@ -36,7 +36,7 @@ from forgefield.training.engines.engine import Engine
 from forgefield.training.engines.graphs import GraphsEngine
 from forgefield.training.engines.step import StepFunction
 from forgefield.training.engines.verify import require_equal
-from forgefield.training.optim.captured_update import CapturedUpdate
+from forgefield.training.optim.captured_optimiser import CapturedOptimiser
 from forgefield.training.precision import TOLERANCES, Precision
 
 SPECIES, CUTOFF, DENSITY = ("H", "O"), 5.0, 0.0334
@@ -88,7 +88,7 @@ def whole_step(engine: Engine, batch: Batch) -> Callable[[], None]:
     """Gradients and Adam, as the training does them with this engine."""
     weights = engine.function.trained_weights()
     optimiser = torch.optim.Adam(weights, lr=1e-4)
-    update = CapturedUpdate(optimiser, None) if isinstance(engine, GraphsEngine) else None
+    update = CapturedOptimiser(optimiser, None) if isinstance(engine, GraphsEngine) else None
 
     def step() -> None:
         result = engine.differentiate(batch)

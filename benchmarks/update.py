@@ -15,7 +15,6 @@ import copy
 import time
 from collections.abc import Callable
 from contextlib import nullcontext
-from functools import partial
 from unittest import mock
 
 import torch
@@ -26,7 +25,7 @@ from forgefield.data.padding import blank_frames, sizes
 from forgefield.training.engines.graphs import StaticInputs
 from forgefield.training.optim import captured_update
 from forgefield.training.optim.averages import WeightAverage
-from forgefield.training.optim.captured_update import CapturedUpdate
+from forgefield.training.optim.captured_optimiser import CapturedOptimiser
 
 STEPS, MANY, CLIP = 20, 40, 1.0
 """Compared; captured in one graph; largest norm of a gradient."""
@@ -61,10 +60,10 @@ class Case:
                 self.average.update()
         return self.results()
 
-    def captured(self, kernel: bool) -> CapturedUpdate:
+    def captured(self, kernel: bool) -> CapturedOptimiser:
         """The same by a captured update. kernel: ours, or torch's fused ones."""
         with nullcontext() if kernel else mock.patch.object(captured_update, "adam_step", return_value=None):
-            update = CapturedUpdate(self.optimiser, self.average)
+            update = CapturedOptimiser(self.optimiser, self.average)
             update.clip = (self.clip, "norm")
             for step in range(STEPS):
                 self.bring(step)
@@ -116,8 +115,8 @@ def show_updates(name: str, potential: nn.Module) -> None:
                 update = case.captured(kernel)
                 found = zip(case.results(), expected)
                 differs = max(float((a.double() - b).abs().max() / b.abs().max().clamp(min=1e-30)) for a, b in found)
-                ((_, step),) = update._graphs.values()
-                taken = microseconds(step.launch if step is not None else partial(update._update, update._rates))
+                (step,) = update.steps.kernels.values()
+                taken = microseconds(update.update.launch if step is None else step.launch)
                 host = host_microseconds(update.step)
                 way = "kernel" if kernel else "torch"
                 print(f"{words:28} {way:7} {taken:7.2f} us, host {host:6.1f} us, differs {differs:.1e}", flush=True)

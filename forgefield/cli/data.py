@@ -8,13 +8,27 @@ examples:
   forgefield data sample water 100                          writes water-100.extxyz
   forgefield data cubes 'tmp.pp*.cube' -o Be_snapshot0.out.npy --info pw.out
   forgefield data descriptors Be_snapshot0.info.json -o Be_snapshot0.in.npy
+  forgefield data acsd Be_snapshot0.info.json --twojmax 4 6 8
+  forgefield data structure-factor trajectory.extxyz -o s.csv
 """
 
 from __future__ import annotations
 
 import argparse
 
-from forgefield.cli import Parser, data_convert, data_cubes, data_descriptors, data_info, data_sample, data_shuffle
+from forgefield.cli import (
+    Parser,
+    data_acsd,
+    data_align,
+    data_convert,
+    data_cubes,
+    data_descriptors,
+    data_info,
+    data_openpmd,
+    data_sample,
+    data_shuffle,
+    data_structure_factor,
+)
 from forgefield.cli.data_arguments import apply_settings, without_settings
 
 _VERBS = {
@@ -24,6 +38,10 @@ _VERBS = {
     "cubes": data_cubes,
     "descriptors": data_descriptors,
     "shuffle": data_shuffle,
+    "acsd": data_acsd,
+    "align": data_align,
+    "openpmd": data_openpmd,
+    "structure-factor": data_structure_factor,
 }
 
 

@@ -26,6 +26,7 @@ from forgefield.cli.data_arguments import (
     reading_options,
     source_of,
 )
+from forgefield.errors import ForgefieldError
 from forgefield.processes import Terminated
 
 SUMMARY = "convert data of any format to a store (may be larger than memory, starts quickly) or to a structure file"
@@ -46,7 +47,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     from forgefield.data.conversion import convert_data
+    from forgefield.ldos.data.show import is_snapshot_name
 
+    snapshot = next((path for path in args.paths if path.endswith(".npy") and is_snapshot_name(path)), None)
+    if snapshot is not None:
+        raise ForgefieldError(
+            f"{snapshot} is a file of a snapshot, and stores contain structures; "
+            f"`forgefield data openpmd {snapshot} -o FOLDER` writes openPMD files"
+        )
     begin, (labels, units), graph = time.monotonic(), reading_options(args), graph_options(args)
     try:
         with progress_bar("converting") as report:

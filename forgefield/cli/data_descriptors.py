@@ -2,6 +2,7 @@
 
 The structure is read from an .info.json or an output of pw.x, which also contain the grid, or from any file with one structure,
 together with --grid. The array has shape (nx, ny, nz, descriptors); columns of elements are in the order of atomic numbers.
+A name that ends in .h5 is written as openPMD, with three leading columns of coordinates as in MALA's files.
 Use the same settings in trainings (data.points.descriptors), so that their runs can predict from structures.
 
 examples:
@@ -26,7 +27,7 @@ SUMMARY = "compute descriptors of the grid points of a structure, as the inputs 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("source", metavar="STRUCTURE", help=".info.json, output of pw.x, or a structure file")
     parser.add_argument(
-        "-o", "--out", required=True, metavar="FILE", help="array to write, such as Be_snapshot0.in.npy"
+        "-o", "--out", required=True, metavar="FILE", help="array to write, such as Be_snapshot0.in.npy (or .h5)"
     )
     parser.add_argument("--grid", type=int, nargs=3, metavar=("NX", "NY", "NZ"), help="points along each cell vector")
     for name in ("type", "twojmax", "cutoff", "sigma"):

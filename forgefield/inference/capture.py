@@ -1,9 +1,9 @@
-"""Capture of a function as a CUDA graph, for training and for evaluation."""
+"""Capture of functions as CUDA graphs, for training and for evaluation."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import TYPE_CHECKING, TypeVar
+from collections.abc import Callable, Hashable
+from typing import TYPE_CHECKING, Generic, TypeVar
 
 import torch
 
@@ -50,3 +50,48 @@ def capture(
             f"({str(error).splitlines()[0]}); {instead}"
         ) from error
     return graph, result
+
+
+class Replays(Generic[T]):
+    """Functions captured as CUDA graphs, one for each key, and what they returned: tensors that every replay overwrites.
+
+    On other devices than GPUs nothing is captured: a replay calls the function, which is how captured work is tested.
+
+    warm_ups: number of calls before a capture. pool: memory that the graphs share, from `shared_pool`.
+    """
+
+    def __init__(self, device: torch.device, *, warm_ups: int = 0, pool: _POOL_HANDLE | None = None) -> None:
+        self.captures, self.warm_ups = device.type == "cuda", warm_ups
+        self._pool = pool
+        self._replays: dict[Hashable, Callable[[], T]] = {}
+
+    def __len__(self) -> int:
+        return len(self._replays)
+
+    def __contains__(self, key: Hashable) -> bool:
+        return key in self._replays
+
+    def add(self, key: Hashable, function: Callable[[], T], *, warm_up: Callable[[], object] | None = None) -> None:
+        """Capture a function, which is kept, and so is what it refers to. warm_up: called before; default: the function."""
+        if not self.captures:
+            self._replays[key] = function
+            return
+        graph, result = capture(function, warm_up=warm_up or function, warm_ups=self.warm_ups, pool=self._pool)
+
+        def replay(_kept: Callable[[], T] = function) -> T:
+            graph.replay()
+            return result
+
+        self._replays[key] = replay
+
+    def run(self, key: Hashable) -> T:
+        """Replay what was captured for a key."""
+        return self._replays[key]()
+
+    def clear(self) -> None:
+        self._replays.clear()
+
+
+def shared_pool(device: torch.device) -> _POOL_HANDLE | None:
+    """Memory for graphs of which only one runs at a time, and whose results are valid until the next replay of any."""
+    return torch.cuda.graph_pool_handle() if device.type == "cuda" else None

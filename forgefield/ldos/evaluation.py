@@ -13,6 +13,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from torch import Tensor
 
 from forgefield.data.options import DataOptions
 from forgefield.errors import ForgefieldError
@@ -21,7 +22,7 @@ from forgefield.files import written_atomically
 from forgefield.ldos.data import PointTable, Selection, StreamLoader, find_snapshots
 from forgefield.ldos.descriptors.computed import input_maker
 from forgefield.ldos.loss import PointErrors
-from forgefield.ldos.model import LDOSNetwork
+from forgefield.ldos.model import LDOSNetwork, negative_values
 from forgefield.ldos.observable_units import OBSERVABLE_UNITS
 from forgefield.ldos.observables import Observables, SnapshotFacts, mean_absolute
 from forgefield.ldos.training.data import EVALUATED, PointData
@@ -158,7 +159,8 @@ def possible_observables(
     table: PointTable, model: LDOSNetwork, fermi: str, pseudopotentials: str | None
 ) -> tuple[list[str], dict[str, str]]:
     """Observables that can be computed for these snapshots, and for the others the reason why not."""
-    possible, missing = [], {}
+    possible: list[str] = []
+    missing: dict[str, str] = {}
     for name in OBSERVABLE_UNITS:
         try:
             if model.energies is None:
@@ -168,6 +170,8 @@ def possible_observables(
                 snapshot.info.require(*needed, why=name)
                 if name == "total_energy":
                     density_energies(snapshot, pseudopotentials)
+            if name == "total_energy_actual_fe" and "total_energy" in missing:
+                raise ForgefieldError(missing["total_energy"])
             possible.append(name)
         except ForgefieldError as error:
             missing[name] = str(error).rstrip(".")
@@ -192,13 +196,14 @@ def evaluate_points(
     fermi: `self_consistent` or `given`. pseudopotentials: folder of UPF files; default next to the snapshots.
     """
     _require_widths(model, table)
-    errors = _target_errors(model, table, selection, batch, ranks)
+    negative = negative_values(run.info)
+    errors = _target_errors(model, table, selection, batch, ranks, negative)
     if selection is not None:
         return errors, dict.fromkeys(OBSERVABLE_UNITS, "these are not all points of the snapshots"), []
     metrics, missing = possible_observables(table, model, fermi, pseudopotentials)
     if not metrics:
         return errors, missing, []
-    measure = SnapshotMeasure(table, model, metrics, fermi, ranks, pseudopotentials=pseudopotentials)
+    measure = SnapshotMeasure(table, model, metrics, fermi, ranks, pseudopotentials=pseudopotentials, negative=negative)
     pairs = [(measure.predicted(number).cpu(), measure.reference(number)) for number in range(len(table.snapshots))]
     each = [measure.observer.errors(*pair, facts) for pair, facts in zip(pairs, measure.facts)]
     _write_predictions(run.path / "predictions" / f"{split}-points.npz", measure, pairs, each, ranks)
@@ -259,7 +264,12 @@ def _require_widths(model: LDOSNetwork, table: PointTable) -> None:
 
 @torch.no_grad()
 def _target_errors(
-    model: LDOSNetwork, table: PointTable, selection: Selection | None, batch: int, ranks: Ranks
+    model: LDOSNetwork,
+    table: PointTable,
+    selection: Selection | None,
+    batch: int,
+    ranks: Ranks,
+    negative: Callable[[Tensor], Tensor],
 ) -> dict[str, float]:
     device = model.weights[0].device
     loader = StreamLoader(
@@ -268,6 +278,8 @@ def _target_errors(
     errors = PointErrors(model.target, model.output_scale)
     for points in loader:
         outputs = model.network(model.scaled_inputs(points["inputs"].to(device))).to(torch.float64)
+        physical = outputs * model.output_scale + model.output_shift
+        outputs = outputs + (negative(physical) - physical) / model.output_scale
         targets = (points["targets"].to(device) - model.output_shift) / model.output_scale
         errors.add(PointErrors.measure(outputs - targets, points["weight"].to(device)).cpu())
     return errors.compute(ranks.all_reduce(errors.sums))

@@ -96,6 +96,9 @@ class PointFacts:
     descriptors: dict[str, Any] | None = None
 
 
+NEGATIVE: dict[str, Callable[[Tensor], Tensor]] = {"keep": lambda x: x, "zero": torch.relu, "absolute": torch.abs}
+
+
 class LDOSNetwork(nn.Module):
     """(..., descriptors) -> (..., levels), 1/(eV A^3); of a density (..., 1), 1/A^3."""
 
@@ -183,6 +186,11 @@ def build_network(resolved: Mapping[str, Any], *, precision: str, seed: int, tru
     facts = PointFacts(**{**stored, **scales})
     generator = torch.Generator().manual_seed(seed)
     return LDOSNetwork(LDOSOptions(**options), facts, dtype=PRECISIONS[precision], generator=generator)
+
+
+def negative_values(info: Mapping[str, Any]) -> Callable[[Tensor], Tensor]:
+    """Treatment of negative predictions by a run: none, or as set for an imported model of MALA. info: record of the run."""
+    return NEGATIVE[info.get("negative", "keep")]
 
 
 def load_network(run: Run, which: str = "best", device: str | torch.device = "cpu") -> LDOSNetwork:

@@ -29,6 +29,8 @@ from forgefield.ldos.loss import SnapshotReference
 
 Total = Callable[[Tensor], Tensor]
 """Sums a tensor over all processes."""
+FREE_ENERGIES = ("total_energy", "total_energy_actual_fe")
+"""Observables that need the energies of the density."""
 
 
 @dataclass
@@ -56,7 +58,7 @@ class SnapshotFacts:
 
 class Observables(NamedTuple):
     """Observables of one LDOS: dos (levels,) 1/eV; energies in eV; density: (n,) 1/A^3 at the points of this process; total:
-    the free energy. density and total are None if not requested."""
+    the free energy; total_actual_fe: that with the Fermi energy of the reference. The last three are None if not requested."""
 
     dos: Tensor
     fermi: float
@@ -64,6 +66,7 @@ class Observables(NamedTuple):
     entropy: float
     density: Tensor | None
     total: float | None
+    total_actual_fe: float | None = None
 
     def cpu(self) -> Observables:
         """The same with all tensors on the CPU."""
@@ -79,15 +82,26 @@ class Observer:
 
     @property
     def needs_density(self) -> bool:
-        return "density" in self.metrics or "total_energy" in self.metrics
+        return "density" in self.metrics or self.needs_total
+
+    @property
+    def needs_total(self) -> bool:
+        """Whether a free energy is requested."""
+        return any(name in self.metrics for name in FREE_ENERGIES)
 
     def observe(
-        self, ldos: Callable[[], Iterable[Tensor]], facts: SnapshotFacts, *, of_reference: bool = False
+        self,
+        ldos: Callable[[], Iterable[Tensor]],
+        facts: SnapshotFacts,
+        *,
+        of_reference: bool = False,
+        reference_fermi: float | None = None,
     ) -> Observables:
         """Observables of one snapshot.
 
         ldos: returns the LDOS of this process's points in pieces (n, levels), 1/(eV A^3), each time it is called.
         of_reference: these are targets; check that their Fermi energy is on the grid and that their unit is right.
+        reference_fermi: Fermi energy of the targets, for `total_actual_fe`.
         """
         sums = torch.zeros(self.grid.levels, dtype=torch.float64)
         for piece in ldos():
@@ -99,11 +113,16 @@ class Observer:
         energy = float(band_energy(dos, self.grid, facts.temperature, fermi))
         entropy = float(entropy_energy(dos, self.grid, facts.temperature, fermi))
         density = self._density(ldos, facts, fermi) if self.needs_density else None
-        total = None
-        if "total_energy" in self.metrics:
+        total = total_actual = None
+        if self.needs_total:
             assert density is not None
             total = energy + entropy + self._density_terms(density, facts)
-        return Observables(dos, float(fermi), energy, entropy, density, total)
+        if "total_energy_actual_fe" in self.metrics and reference_fermi is not None:
+            electrons = sum(
+                float(of(dos, self.grid, facts.temperature, reference_fermi)) for of in (band_energy, entropy_energy)
+            )
+            total_actual = electrons + self._density_terms(self._density(ldos, facts, reference_fermi), facts)
+        return Observables(dos, float(fermi), energy, entropy, density, total, total_actual)
 
     def _fermi(self, dos: Tensor, facts: SnapshotFacts, *, checked: bool) -> float:
         if self.fermi == "given":
@@ -143,6 +162,10 @@ class Observer:
                 assert predicted.total is not None
                 assert reference.total is not None
                 errors[name] = per_atom * (predicted.total - reference.total)
+            elif name == "total_energy_actual_fe":
+                assert predicted.total_actual_fe is not None
+                assert reference.total is not None
+                errors[name] = per_atom * (predicted.total_actual_fe - reference.total)
             elif name == "fermi_energy":
                 errors[name] = 1000.0 * (predicted.fermi - reference.fermi)
             elif name == "dos":

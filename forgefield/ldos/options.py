@@ -19,7 +19,16 @@ if TYPE_CHECKING:
 SCALINGS = ("none", "standard", "minmax", "feature-wise-standard", "feature-wise-minmax")
 TARGETS = ("ldos", "density")
 _NO_DOS = " (the DOS belongs to a snapshot, not to its points: train on the LDOS, and add task.dos to the loss)"
-OBSERVABLES = ("band_energy", "band_energy_actual_fe", "total_energy", "fermi_energy", "density", "dos", "electrons")
+OBSERVABLES = (
+    "band_energy",
+    "band_energy_actual_fe",
+    "total_energy",
+    "total_energy_actual_fe",
+    "fermi_energy",
+    "density",
+    "dos",
+    "electrons",
+)
 MODEL = "ldos"
 
 FRAMES_ONLY = (

@@ -119,6 +119,11 @@ class StepExecutor(Generic[TrainBatch, ValBatch]):
         """The loss of a batch, whose sums and errors are added to the module's."""
         raise NotImplementedError
 
+    def whole_step(self, batch: TrainBatch) -> Tensor | None:
+        """Take a step with its update in one piece, so that nothing can be done between gradient and update; returns the loss,
+        which the next step may overwrite. None: it has to be taken in parts."""
+        return None
+
     def on_train_batch_end(self, batch: TrainBatch, batch_idx: int) -> None: ...
 
     def on_train_epoch_end(self) -> None: ...

@@ -20,13 +20,14 @@ from forgefield.tasks.metrics import ErrorMetrics
 from forgefield.tasks.task import Task
 from forgefield.training.engines.choose import EngineStarter, table_knots
 from forgefield.training.engines.engine import Engine, MemoryLimitedEngine, raise_memory_error
+from forgefield.training.engines.frame_steps import FrameSteps
 from forgefield.training.engines.graphs import GraphsEngine
 from forgefield.training.engines.step import Measured, StepFunction
 from forgefield.training.executor import StepExecutor
 from forgefield.training.module import LossMeter, TrainingModule, sums_of_rank
 from forgefield.training.optim import trainable
 from forgefield.training.optim.averages import StochasticAverage, WeightAverage
-from forgefield.training.optim.captured_update import CapturedUpdate
+from forgefield.training.optim.captured_optimiser import CapturedOptimiser
 from forgefield.training.optim.optimisers import Parameters, build_optimiser
 from forgefield.training.optim.update import capture_refusal
 from forgefield.training.options import TrainingOptions, measures_maxima
@@ -96,7 +97,7 @@ class FramesExecutor(StepExecutor[Batch, Batch], ProbedModule):
         self.shapes = shapes
         self.weighting = build_weighting(options.weighting, task, options.optimizer)
         self._eager = Engine(self._step_function("double"))
-        self._update: CapturedUpdate | None = None
+        self._update: CapturedOptimiser | None = None
         self._splits_batches = options.memory.parts > 1 or options.memory.split
         self._evaluation_is_checked = False
         self._steps_averaged = 0
@@ -181,6 +182,39 @@ class FramesExecutor(StepExecutor[Batch, Batch], ProbedModule):
         weights = self.task.configured_weights_on(sums.device)
         return step.loss + self.weighting.loss(sums * self.module.ranks.world_size, counts, weights)
 
+    def whole_step(self, batch: Batch) -> Tensor | None:
+        steps = self._whole_steps()
+        if steps is None or not steps.can_run:
+            return None
+        try:
+            loss = steps.run(batch)
+        except Exception as error:
+            raise_memory_error(error, batch)
+            raise
+        self.module.precision.require_effect(self.module.precision_now)
+        self._batch, self.task_loss, self._sums_before = batch, loss, None
+        return loss
+
+    def _whole_steps(self) -> FrameSteps | None:
+        """Steps that are captured with their updates; None if something has to be done between the two, or is done to
+        batches or losses of single steps."""
+        update, module = self._update, self.module
+        if update is None or self.weighting is not None or module.exchange is not None or not self.keeps_gradients:
+            return None
+        assert isinstance(self.engine, MemoryLimitedEngine)
+        assert isinstance(self.engine.inner, GraphsEngine)
+        if vars(update.optimiser).get("step") != update.step:  # it was replaced
+            return None
+        engine, trainer = self.engine.inner, module.trainer
+        if engine.steps is None:
+            meters = (module.train_loss, self.train_errors)
+            precision = module.precision
+            engine.steps = FrameSteps(
+                engine, update.update, meters, setting=lambda: precision.applied(module.precision_now)
+            )
+        self.clips_gradients(trainer.gradient_clip_val, trainer.gradient_clip_algorithm)
+        return engine.steps
+
     def eager_loss(self, batch: Batch) -> Tensor:
         with self.module.precision.applied(self.module.precision_now):
             return self._eager.step(batch).loss
@@ -215,7 +249,7 @@ class FramesExecutor(StepExecutor[Batch, Batch], ProbedModule):
             self._eager.function.c_code = inner.function.c_code
         if isinstance(inner, GraphsEngine):
             optimiser = self.module.trainer.optimizers[0]
-            self._update = CapturedUpdate(optimiser, self.ema, static_gradients=lambda: self.keeps_gradients)
+            self._update = CapturedOptimiser(optimiser, self.ema, static_gradients=lambda: self.keeps_gradients)
         memory = self.options.memory
         return MemoryLimitedEngine(inner, parts=memory.parts, split=memory.split, notify=self.notify)
 

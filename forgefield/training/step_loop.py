@@ -34,6 +34,8 @@ STEP_HOOKS = (
     "on_before_optimizer_step",
 )
 """Hooks that Lightning calls for every callback in every step."""
+WITHIN_STEP = STEP_HOOKS[2:]
+"""Those that are called before the update, so that it cannot be captured together with the gradient."""
 STRATEGIES = (SingleDeviceStrategy, SingleXPUStrategy, SimpleDDPStrategy)
 """Strategies whose backward pass is that of autograd, followed by the mean over ranks."""
 Hook = Callable[..., object]
@@ -67,6 +69,7 @@ class StepLoop(_TrainingEpochLoop):
         super().__init__(trainer, min_steps, max_steps)
         self._hooks: dict[str, list[Hook]] | None = None
         """Hooks of steps by name; None: Lightning takes the steps."""
+        self._takes_whole_steps = self._copies_loss = False
 
     def _broadcast_sigterm_tensor(self) -> None:
         """Before every batch Lightning broadcasts from rank 0 whether it received SIGTERM, for which all ranks and GPUs wait.
@@ -81,6 +84,9 @@ class StepLoop(_TrainingEpochLoop):
         ):
             callbacks = callbacks_of(self.trainer)
             self._hooks = {name: [hook for c in callbacks if callable(hook := getattr(c, name))] for name in STEP_HOOKS}
+            self._takes_whole_steps = not any(self._hooks[name] for name in WITHIN_STEP)
+            # The loss of a whole step is overwritten by the next one, which callbacks of a user need not expect.
+            self._copies_loss = not all(type(callback).__module__.startswith("forgefield.") for callback in callbacks)
 
     def advance(self, data_fetcher: _DataFetcher) -> None:
         if self._hooks is None or self.restarting:
@@ -111,6 +117,13 @@ class StepLoop(_TrainingEpochLoop):
         trainer, counts = self.trainer, self.automatic_optimization.optim_progress.optimizer
         optimiser = trainer.optimizers[0]
         counts.step.increment_ready()
+        loss = module.executor.whole_step(batch) if self._takes_whole_steps else None
+        if loss is not None:
+            counts.zero_grad.increment_ready()
+            counts.zero_grad.increment_started()
+            counts.zero_grad.increment_completed()
+            counts.step.increment_completed()
+            return {"loss": loss.clone() if self._copies_loss else loss}
         loss = module.training_step(batch, batch_idx)
         counts.zero_grad.increment_ready()
         self._call("on_before_zero_grad", optimiser)

@@ -202,9 +202,15 @@ def test_few_frames_are_not_split_away(n, split):
 
 
 @pytest.mark.parametrize(
-    ("atoms", "frames", "batch", "steps"), [(9, 55, 5, 50_000), (64, 300, 2, 100_000), (192, 20, 1, 50_000)]
+    ("atoms", "frames", "batch", "steps", "irreps"),
+    [
+        (9, 55, 5, 12_000, "128x0e + 128x1o"),
+        (64, 300, 2, 57_600, "128x0e + 128x1o + 128x2e"),
+        (64, 900, 2, 100_000, "128x0e + 128x1o + 128x2e"),
+        (192, 20, 1, 12_000, "128x0e + 128x1o"),
+    ],
 )
-def test_accurate_settings_are_a_number_of_steps_in_small_batches(atoms, frames, batch, steps):
+def test_accurate_settings_depend_on_the_number_of_frames(atoms, frames, batch, steps, irreps):
     values, notes = starter_config(facts(n_frames=frames, mean_atoms=float(atoms)), name="x", accurate=True)
     train = frames - round(0.1 * frames) - (round(0.1 * frames) if frames >= 100 else 0)
     per_epoch = -(-train // batch)
@@ -212,7 +218,9 @@ def test_accurate_settings_are_a_number_of_steps_in_small_batches(atoms, frames,
     assert values["data"]["batch"] == {"frames": batch}
     assert (epochs - 1) * per_epoch < steps <= epochs * per_epoch
     assert 50 < epochs / values["trainer"]["check_val_every_n_epoch"] < 200
+    assert values["model"]["hidden_irreps"] == irreps
     assert list(values["task"]) == ["energy", "forces"]
+    assert values["task"]["energy"]["schedule"] == {"kind": "lr", "to": 100}
     assert "GPU" in notes["training"]
 
 

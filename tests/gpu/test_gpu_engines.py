@@ -15,7 +15,7 @@ from forgefield.training.engines.graphs import GraphsEngine
 from forgefield.training.engines.verify import largest_difference
 from forgefield.training.optim import captured_update
 from forgefield.training.optim.averages import WeightAverage
-from forgefield.training.optim.captured_update import CapturedUpdate
+from forgefield.training.optim.captured_optimiser import CapturedOptimiser
 from forgefield.training.precision import Precision
 from tests.support.engine_cases import labelled, potential_of, step_function
 from tests.support.gpu_batches import SIZES, on_gpu
@@ -98,7 +98,7 @@ def test_captured_updates_are_those_of_the_optimiser(name):
     weights = [torch.nn.Parameter(torch.linspace(-1, 1, 6, device="cuda").view(2, 3).clone()) for _ in range(2)]
     kinds = {"adam": torch.optim.Adam, "adamw": torch.optim.AdamW, "nadam": torch.optim.NAdam}
     plain, graphed = (kinds[name]([weight], lr=0.1) for weight in weights)
-    update = CapturedUpdate(graphed, None)
+    update = CapturedOptimiser(graphed, None)
     update.clip = (0.5, "norm")
     grads = [torch.zeros(2, 3, device="cuda") for _ in range(2)]
     for step in range(6):
@@ -153,12 +153,12 @@ def test_fifty_updates_by_one_kernel_are_those_of_torch(kind, clip):
 
     def by_kernel() -> Trained:
         trained = Trained(kind, torch.float32)
-        update = CapturedUpdate(trained.optimiser, trained.average)
+        update = CapturedOptimiser(trained.optimiser, trained.average)
         update.clip = (clip, "norm")
         for step in range(50):
             trained.bring(step)
             update.step()
-        assert [step is not None for _, step in update._graphs.values()] == [True, True]
+        assert [kernel is not None for kernel in update.steps.kernels.values()] == [True, True]
         return trained
 
     exact, theirs, ours, again = by_torch(torch.float64), by_torch(torch.float32), by_kernel(), by_kernel()
@@ -178,8 +178,8 @@ def test_gradients_that_are_allocated_in_every_step_take_one_graph():
     """As those of accumulated batches are."""
     still, moving = Trained(torch.optim.Adam, torch.float32), Trained(torch.optim.Adam, torch.float32)
     updates = [
-        CapturedUpdate(still.optimiser, None),
-        CapturedUpdate(moving.optimiser, None, static_gradients=lambda: False),
+        CapturedOptimiser(still.optimiser, None),
+        CapturedOptimiser(moving.optimiser, None, static_gradients=lambda: False),
     ]
     kept = []  # so that no two lie in the same place
     for step in range(8):
@@ -190,13 +190,13 @@ def test_gradients_that_are_allocated_in_every_step_take_one_graph():
             kept.append(weight.grad)
         for update in updates:
             update.step()
-    assert len(updates[1]._graphs) == 1
+    assert len(updates[1].steps) == 1
     assert all(torch.equal(a, b) for a, b in zip(still.weights, moving.weights))
 
 
 def test_a_step_is_left_out_where_the_device_requests_it():
     trained = Trained(torch.optim.AdamW, torch.float32)
-    update = CapturedUpdate(trained.optimiser, trained.average)
+    update = CapturedOptimiser(trained.optimiser, trained.average)
     found = torch.zeros((), device="cuda")
     for step in range(4):
         trained.bring(step)

@@ -107,8 +107,8 @@ def test_a_captured_step_gives_the_bits_of_one_that_is_not(case, monkeypatch):
         one = given[turn % 2]
         one["positions"] += 1e-3 * torch.sin(one["positions"] + turn)
         found = engine.differentiate(one)
-        captured = engine._captured[engine.plan.fit(*sizes(one))]
-        expected = plain.differentiate(captured.inputs.batch)  # with the same blank frames
+        inputs = engine._captured.inputs[engine.plan.fit(*sizes(one))]
+        expected = plain.differentiate(inputs.batch)  # with the same blank frames
         assert torch.equal(found.loss, expected.loss)
         for ours, other in zip(found.gradients, expected.gradients):
             assert torch.equal(ours, other)

@@ -34,7 +34,8 @@ from forgefield.data.readers import frame_count, read_frames, source_files
 from forgefield.data.store.convert import convert
 from forgefield.errors import ForgefieldError
 from forgefield.ldos.data.cube import read_grid_file
-from forgefield.ldos.data.info import read_info
+from forgefield.ldos.data.grid_writer import writing_grid
+from forgefield.ldos.data.info import parse_info, read_info
 from forgefield.ldos.data.rows import open_rows
 from forgefield.ldos.importer import read_mala
 from forgefield.models.building import build_model
@@ -319,6 +320,12 @@ def write_openpmd(folder: Path) -> None:
             mesh[str(level)].attrs["unitSI"] = 1.0
 
 
+def write_openpmd_info(folder: Path) -> None:
+    info = parse_info({**mala_archive.INFO, "fermi_energy_dft": 5.0}, "made")
+    with writing_grid(folder / "a.h5", (4, 3, 5, 2), np.float32, info=info) as file:
+        file.write_planes(0, np.ones((4, 3, 5, 2)))
+
+
 def write_info(folder: Path) -> None:
     (folder / "a.info.json").write_text(json.dumps({**mala_archive.INFO, "fermi_energy_dft": 5.0}))
 
@@ -429,6 +436,7 @@ FORMATS = {
         Format("xsf", write_xsf, _grid),
         Format("rows", write_rows, _rows),
         Format("openpmd", write_openpmd, _rows),
+        Format("openpmd-info", write_openpmd_info, _info),
         Format("info", write_info, _info),
         Format("config", lambda folder: (folder / "a.yaml").write_text(CONFIG), _config),
         Format("input", lambda folder: (folder / "a.json").write_text(json.dumps(DEEPMD_INPUT, indent=1)), _config),

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from itertools import chain
 from typing import TypeVar
 
 import numpy as np
@@ -85,6 +86,12 @@ class FrameLoader:
         if order is not None:
             self._order = order(self._rows, self._costs[self._rows])
         self._planned: tuple[int, np.ndarray, EpochPlan] | None = None
+        self._planned_next: tuple[int, np.ndarray, EpochPlan] | None = None
+        self._prepared: tuple[int, Iterator[Batch]] | None = None
+        """An epoch, and its batches, of which the first ones are on the device already."""
+        self._repeated: list[Batch] | None = None
+        """The batches of every epoch, if all are alike and they are on the device together."""
+        self._is_repeated = order is None and not shuffle and keys is None
         self._rest: tuple[int, int, EpochPlan] | None = None
         """After `start_at`: epoch, number of its first batch, and the plan of what is left."""
         self._start_at_rest = False
@@ -111,6 +118,7 @@ class FrameLoader:
         if budget.kind != self.budget.kind or "skip" in (budget.oversized, self.budget.oversized):
             raise ValueError(f"batches of {self.budget} cannot become {budget}")
         self.budget, self._planned, self._rest = budget, None, None
+        self._planned_next = self._prepared = self._repeated = None
 
     @property
     def skipped(self) -> int:
@@ -134,7 +142,10 @@ class FrameLoader:
     def _plan(self) -> tuple[np.ndarray, EpochPlan]:
         """Rows of the current epoch in their order, and its plan."""
         if self._planned is None or self._planned[0] != self.epoch:
-            self._planned = self.epoch, *self._planned_epoch(self.epoch)
+            following = self._planned_next
+            if following is None or following[0] != self.epoch:
+                following = (self.epoch, *self._planned_epoch(self.epoch))
+            self._planned = following
         return self._planned[1], self._planned[2]
 
     def _planned_epoch(self, epoch: int) -> tuple[np.ndarray, EpochPlan]:
@@ -217,6 +228,8 @@ class FrameLoader:
 
     def own_frames(self, batch: int) -> int:
         """How many real frames this rank has in that batch; 0 where it only keeps step with the others."""
+        if self.world_size == 1:
+            return self.position(batch + 1) - self.position(batch)
         first_batch, plan = self._rest_of_epoch()
         return plan.n_frames_of_rank(batch - first_batch, self.rank)
 
@@ -245,13 +258,25 @@ class FrameLoader:
         # A generator: nothing is taken from `start_at` until the first batch is requested. Lightning makes an iterator
         # just to see that it can.
         rows, plan = self._plan()
-        if self._start_at_rest:
+        is_rest, self._start_at_rest = self._start_at_rest, False
+        if is_rest:
             plan = self._rest_of_epoch()[1]
-        self._start_at_rest = False
 
         epoch = self.epoch
+        if self.resident is not None and not is_rest and self._is_repeated and len(rows) <= self.resident.window_frames:
+            if self._repeated is None:
+                self._repeated = list(self._resident_batches(self.resident, rows, plan, epoch))
+            yield from self._repeated
+            return
         if self.resident is not None:
-            yield from self._resident_batches(self.resident, rows, plan, epoch)
+            prepared, self._prepared = self._prepared, None
+            batches = self._resident_batches(self.resident, rows, plan, epoch)
+            if prepared is not None and prepared[0] == epoch and not is_rest:
+                batches = prepared[1]
+            for number, batch in enumerate(batches, 1):
+                if number == len(plan) and not self._is_repeated:
+                    self._prepare(self.resident, epoch + 1)
+                yield batch
             return
 
         def prepare(step: int) -> Batch:
@@ -262,6 +287,13 @@ class FrameLoader:
             yield from map(prepare, range(len(plan)))
         else:
             yield from prepared_ahead(prepare, len(plan), self.workers, max(self.prefetch, 1))
+
+    def _prepare(self, resident: ResidentFrames, epoch: int) -> None:
+        """Arrange the first batches of an epoch, while the device is busy with the last steps of the one before."""
+        rows, plan = self._planned_epoch(epoch)
+        batches = self._resident_batches(resident, rows, plan, epoch)
+        first = next(batches)
+        self._prepared, self._planned_next = (epoch, chain([first], batches)), (epoch, rows, plan)
 
     def _resident_batches(
         self, resident: ResidentFrames, rows: np.ndarray, plan: EpochPlan, epoch: int

@@ -120,7 +120,8 @@ class ResidentFrames:
         self._first = {name: torch.from_numpy(offsets(counts)[:-1]).to(device) for name, counts in self._counts.items()}
         kept, arranged = memory_bytes(dataset)
         self.n_bytes = kept
-        self._window_frames = max(1, int(window_bytes * len(dataset) / max(arranged, 1)))
+        self.window_frames = max(1, int(window_bytes * len(dataset) / max(arranged, 1)))
+        """Frames whose batches are arranged together."""
         self._blank: Batch | None = None
 
     def _within_frames(self, batch: Batch) -> Batch:
@@ -154,7 +155,7 @@ class ResidentFrames:
         first = 0
         while first < len(sizes):
             begin = int(ends[first]) - sizes[first]
-            last = max(first + 1, int(np.searchsorted(ends, begin + self._window_frames, side="right")))
+            last = max(first + 1, int(np.searchsorted(ends, begin + self.window_frames, side="right")))
             frames = slice(begin, int(ends[last - 1]))
             window = self._window(rows[frames], np.asarray(sizes[first:last], dtype=np.int64), additional(frames))
             yield from window
@@ -202,10 +203,11 @@ class ResidentFrames:
         pairs: of the window, (n_edges, 2). lengths: numbers of edges of the batches.
         """
         counts = np.asarray(lengths, dtype=np.int64)
-        first, n_edges = (np.repeat(values, counts) for values in (offsets(counts)[:-1], counts))
-        place, shift = self._on_device(np.arange(len(first)) + first, n_edges)
-        flat = torch.empty(2 * len(first), dtype=pairs.dtype, device=self.device)
-        flat[place], flat[place + shift] = pairs[:, 0], pairs[:, 1]
+        first, n_edges = self._on_device(offsets(counts)[:-1], counts)
+        batch = torch.repeat_interleave(n_edges, output_size=len(pairs))
+        place = torch.arange(len(pairs), device=self.device) + first[batch]
+        flat = torch.empty(2 * len(pairs), dtype=pairs.dtype, device=self.device)
+        flat[place], flat[place + n_edges[batch]] = pairs[:, 0], pairs[:, 1]
         return [part.view(2, -1) for part in flat.split((2 * counts).tolist())]
 
     def _on_device(self, *arrays: np.ndarray) -> list[Tensor]:

@@ -81,21 +81,31 @@ class AdamStep:
         # Not the gradients: if new ones are allocated in every step, old ones would accumulate.
         self._alive = (tuple(replace(weight, gradient=None) for weight in weights), tuple(groups))
         self._clip, limit = clip or ("", 0.0)
-        rows = [row for weight in weights for row in _rows(weight, groups)]
         counts = [weight.count.data_ptr() for weight in weights if weight.count is not None]
-        gradients = [weight.gradient for weight in weights if weight.gradient is not None]
-        total = sum(gradient.numel() for gradient in gradients)
+        total = sum(weight.gradient.numel() for weight in weights if weight.gradient is not None)
         self._chunk = SUMMED * max(1, math.ceil(total / (SUMMED * PARTS)))
-        chunks = [row for gradient in gradients for row in _chunks(gradient, self._chunk)]
-        self._table = torch.tensor(rows, dtype=torch.int64, device=device).view(-1, 9)
+        rows, chunks = self._addresses(weights, groups)
+        self._table, self._chunks = rows.to(device), chunks.to(device)
         self._counts = torch.tensor(counts, dtype=torch.int64, device=device)
-        self._chunks = torch.tensor(chunks, dtype=torch.int64, device=device).view(-1, 2)
         self._groups = torch.tensor([group.numbers() for group in groups], dtype=torch.float64, device=device)
         self._limit = torch.tensor(limit, dtype=torch.float64, device=device)
-        self._parts = torch.zeros(len(chunks), dtype=torch.float64, device=device)
+        self._parts = torch.zeros(len(self._chunks), dtype=torch.float64, device=device)
         self._done = torch.zeros((), dtype=torch.int32, device=device)
         self._share = share
         self._found_inf = torch.zeros((), device=device) if found_inf is None else found_inf
+
+    def bind(self, weights: Sequence[Weight]) -> None:
+        """Use other tensors of the same shapes, in captured launches too: gradients that were made during a capture, when
+        nothing can be copied to the device."""
+        for table, addresses in zip((self._table, self._chunks), self._addresses(weights, self._alive[1])):
+            table.copy_(addresses)
+
+    def _addresses(self, weights: Sequence[Weight], groups: Sequence[Group]) -> tuple[Tensor, Tensor]:
+        """Tables of the programs of the update, and of those of the sums of squares."""
+        gradients = [weight.gradient for weight in weights if weight.gradient is not None]
+        rows = [row for weight in weights for row in _rows(weight, groups)]
+        chunks = [row for gradient in gradients for row in _chunks(gradient, self._chunk)]
+        return torch.tensor(rows, dtype=torch.int64).view(-1, 9), torch.tensor(chunks, dtype=torch.int64).view(-1, 2)
 
     def launch(self) -> None:
         if self._clip == "norm" and len(self._chunks):

@@ -19,8 +19,8 @@ import numpy as np
 
 from forgefield.config.nearest import did_you_mean
 from forgefield.errors import ForgefieldError
-from forgefield.files import written_atomically
-from forgefield.ldos.data.info import read_info
+from forgefield.ldos.data.grid_writer import writing_grid
+from forgefield.ldos.data.info import SnapshotInfo, read_info
 from forgefield.ldos.data.rows import require_file, require_new_array
 from forgefield.ldos.data.snapshot_files import base_name
 from forgefield.ldos.data.units import target_factor
@@ -168,6 +168,28 @@ def level_files(pattern: str | Sequence[str]) -> list[Path]:
     return [numbered[number] for number in order]
 
 
+def joined_level_files(windows: Sequence[Sequence[str]], *, disjoint: bool = False) -> list[Path]:
+    """The files of all levels of several windows of energies, in rising order.
+
+    A window begins at the last energy of the one below it: that level is taken from the upper one, and counted once. disjoint:
+    they share no energy, and all files are used.
+    """
+    levels: list[Path] = []
+    for index, patterns in enumerate(windows):
+        files = level_files(patterns)
+        shares = index < len(windows) - 1 and not disjoint
+        if shares and len(files) < 2:
+            raise ForgefieldError(
+                f"{files[0]} is the only level of its window, and its energy belongs to the next window; join windows of "
+                "several levels, or windows that share no energy with --disjoint"
+            )
+        levels += files[:-1] if shares else files
+    twice = next((path for path in levels if levels.count(path) > 1), None)
+    if twice is not None:
+        raise ForgefieldError(f"{twice} is in two windows; each needs its own files")
+    return levels
+
+
 def _level(path: Path, paths: list[Path]) -> int:
     """The number in a file name that differs between the files."""
     all_numbers = [re.findall(r"\d+", other.name) for other in paths]
@@ -191,19 +213,23 @@ def cubes_to_array(
     target: str = "ldos",
     units: str = "1/(Ry*Bohr^3)",
     dtype: np.dtype | type = np.float32,
+    info: SnapshotInfo | None = None,
     progress: Callable[[int, int], None] | None = None,
     group_bytes: int = GROUP_BYTES,
 ) -> tuple[int, ...]:
     """Write the levels in `files`, in `units`, as an array (nx, ny, nz, levels) in the standard unit. Returns that shape.
 
-    As many levels as fit into `group_bytes` are collected and written together.
+    As many levels as fit into `group_bytes` are collected and written together. info: the calculation, for openPMD files;
+    default: cell and atoms of the first file.
     """
     factor = target_factor(target, units, "--units")
     first = read_grid_file(files[0])
     shape = (*first.values.shape, len(files))
+    if info is None:
+        info = SnapshotInfo(cell=first.cell, numbers=first.numbers, positions=first.positions)
+        info.grid_shape = (shape[0], shape[1], shape[2])
     group = max(1, group_bytes // (first.values.size * np.dtype(dtype).itemsize))
-    with written_atomically(out) as partial:
-        array = np.lib.format.open_memmap(partial, mode="w+", dtype=np.dtype(dtype), shape=shape)
+    with writing_grid(out, shape, dtype, quantity=target, info=info) as array:
         for start in range(0, len(files), group):
             levels = np.empty((*shape[:3], min(group, len(files) - start)), dtype=dtype)
             for level in range(levels.shape[3]):
@@ -211,9 +237,7 @@ def cubes_to_array(
                 levels[..., level] = _values(path, first, files[0]) * factor
                 if progress is not None:
                     progress(start + level + 1, len(files))
-            array[..., start : start + levels.shape[3]] = levels
-        array.flush()
-        del array
+            array.write_columns(start, levels)
     return shape
 
 
@@ -221,6 +245,8 @@ def convert_cubes(
     paths: Sequence[str],
     out: Path,
     *,
+    join: Sequence[Sequence[str]] = (),
+    disjoint: bool = False,
     target: str = "ldos",
     units: str | None = None,
     info: Path | None = None,
@@ -234,7 +260,11 @@ def convert_cubes(
     paths
         Files or globs, one file for each level.
     out
-        The array to write, .npy.
+        The array to write, .npy or .h5 (openPMD).
+    join
+        Files or globs of the next windows of energies, in rising order, see `joined_level_files`.
+    disjoint
+        Whether these windows share no energy.
     target
         Quantity in the files: `ldos` or `density`.
     units
@@ -247,14 +277,16 @@ def convert_cubes(
         Called with the number of levels done and of all levels.
     """
     require_new_array(out)
-    files, info_path, text = level_files(paths), None, ""
+    files, info_path, text, facts = joined_level_files([paths, *join], disjoint=disjoint), None, "", None
     if info is not None:
         require_file(info)
         info_path = out.with_name(f"{base_name(out)}.info.json")
         if info_path.exists():
             raise ForgefieldError(f"{info_path} exists already; delete it or leave --info out")
-        text = json.dumps(read_info(info).to_json(), indent=1)
-    shape = cubes_to_array(files, out, target=target, units=units or PP_UNITS[target], dtype=dtype, progress=progress)
+        facts = read_info(info)
+        text = json.dumps(facts.to_json(), indent=1)
+    unit = units or PP_UNITS[target]
+    shape = cubes_to_array(files, out, target=target, units=unit, dtype=dtype, info=facts, progress=progress)
     if info_path is not None:
         info_path.write_text(text)
     return shape, info_path

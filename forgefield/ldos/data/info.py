@@ -1,7 +1,7 @@
 """Metadata of a snapshot: Fermi energy, electrons, temperature, cell, atoms, energies.
 
-Read from an `.info.json` (MALA's or Forgefield's) or from the output of Quantum ESPRESSO's pw.x. Values that a file does not
-state are None; `require` reports the missing ones.
+Read from an `.info.json` (MALA's or Forgefield's), the output of Quantum ESPRESSO's pw.x, or an openPMD file. Values that a
+file does not state are None; `require` reports the missing ones.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ import numpy as np
 
 from forgefield.data.frame import atomic_numbers_of, real_numbers
 from forgefield.errors import ForgefieldError
+from forgefield.ldos.data.rows import HDF5_SUFFIXES
 from forgefield.untrusted.documents import load_json
 
 ENERGIES = {
@@ -72,6 +73,15 @@ class SnapshotInfo:
         voxel = self.voxel
         return None if voxel is None else abs(float(np.linalg.det(voxel)))
 
+    def coordinates_of_points(self, planes: slice = slice(None)) -> np.ndarray:
+        """x, y, z of the points of the grid, (nx, ny, nz, 3), A, or of those whose first index is in `planes`."""
+        self.require("cell", "grid_shape", why="the coordinates of grid points")
+        assert self.grid_shape is not None
+        assert self.cell is not None
+        fractions = [np.arange(n) / n for n in self.grid_shape]
+        fractions[0] = fractions[0][planes]
+        return np.stack(np.meshgrid(*fractions, indexing="ij"), axis=-1) @ self.cell
+
     @property
     def n_atoms(self) -> int | None:
         return None if self.numbers is None else len(self.numbers)
@@ -121,7 +131,11 @@ class SnapshotInfo:
 
 
 def read_info(path: Path) -> SnapshotInfo:
-    """Metadata from an `.info.json` or an output of pw.x; the format is detected from the content."""
+    """Metadata from an `.info.json`, an output of pw.x or an openPMD file."""
+    if path.suffix in HDF5_SUFFIXES:
+        from forgefield.ldos.data.openpmd import read_openpmd_info
+
+        return parse_info(read_openpmd_info(path), str(path))
     try:
         with path.open("rb") as file:
             start = file.read(64).lstrip()[:1]

@@ -1,6 +1,7 @@
 """Rows of an openPMD file (HDF5): one scalar mesh component for each value of a point, `/data/0/meshes/LDOS/0, 1, ...`.
 
-A block of points is read as a range of each component. `unit_si` is the unit that the file states (`unitSI`).
+A block of points is read as a range of each component. `unit_si` is the unit that the file states (`unitSI`). MALA's files,
+and those of `grid_writer.py`, also describe the calculation (`read_openpmd_info`).
 """
 
 from __future__ import annotations
@@ -8,7 +9,7 @@ from __future__ import annotations
 import os
 import threading
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -18,6 +19,11 @@ from forgefield.untrusted.archives import check_expansion
 
 if TYPE_CHECKING:
     import h5py
+
+CELL = "cell"
+"""Attribute of Forgefield's files with the nine numbers of the cell vectors, A."""
+PSEUDOPOTENTIAL = "psp_"
+"""Begin of the attributes that name the pseudopotentials of elements."""
 
 
 class OpenPmdRows:
@@ -101,11 +107,80 @@ class OpenPmdRows:
     def read_into(self, start: int, out: np.ndarray) -> bool:
         return False
 
+    def describe(self) -> dict[str, Any]:
+        """The calculation, in the keys of an `.info.json`."""
+        file = self._open()
+        mesh = self._mesh(file)
+        iteration = mesh.parent.parent
+        assert self.grid_shape is not None
+        attributes = {key: _plain(value) for key, value in iteration.attrs.items() if key != CELL}
+        document = {key: value for key, value in attributes.items() if not key.startswith(PSEUDOPOTENTIAL)}
+        if "coordinates_in_inputs" in document:
+            document["coordinates_in_inputs"] = bool(document["coordinates_in_inputs"])
+        document["grid_dimensions"] = list(self.grid_shape)
+        document["pseudopotentials"] = {
+            key.removeprefix(PSEUDOPOTENTIAL): str(value)
+            for key, value in attributes.items()
+            if key.startswith(PSEUDOPOTENTIAL)
+        }
+        cell = _cell(iteration, mesh, self.grid_shape)
+        if cell is not None:
+            document["voxel"] = (cell / np.array(self.grid_shape)[:, None]).tolist()
+            particles = _text(file.attrs.get("particlesPath", "particles/")).strip("/")
+            document["atoms"] = _atoms_of(iteration, particles, cell)
+        return document
+
     def __getstate__(self) -> dict[str, Path]:
         return {"path": self.path}
 
     def __setstate__(self, state: dict[str, Path]) -> None:
         OpenPmdRows.__init__(self, state["path"])
+
+
+def read_openpmd_info(path: Path) -> dict[str, Any]:
+    """The calculation that an openPMD file describes, in the keys of an `.info.json`."""
+    rows = OpenPmdRows(path)
+    with reading_hdf5(str(path)):
+        return rows.describe()
+
+
+def _atoms_of(iteration: h5py.Group, particles: str, cell: np.ndarray) -> dict[str, Any] | None:
+    """Numbers, positions and cell, as ASE's dictionaries; None if the file has no atoms."""
+    atoms = iteration.get(f"{particles}/atoms")
+    if atoms is None or "position" not in atoms or "number" not in atoms:
+        return None
+    values: dict[str, list[Any]] = {}
+    for name, n in (("position", 3), ("number", 1)):
+        values[name] = []
+        for atom in _in_order(atoms[name]):
+            item = atoms[name][atom]
+            if _is_group(item) or item.shape != (n,):
+                raise ValueError(f"{name} of atom {atom} is not {n} values")
+            if item.external or item.is_virtual:
+                raise ValueError(f"{name} of atom {atom} is in another file")
+            values[name].append(item[...].tolist())
+    return {"numbers": [n[0] for n in values["number"]], "positions": values["position"], "cell": cell.tolist()}
+
+
+def _cell(iteration: h5py.Group, mesh: h5py.Group | h5py.Dataset, shape: tuple[int, int, int]) -> np.ndarray | None:
+    """(3, 3), A: as stated, else from lengths and angles of the mesh, with a along x and b in the xy plane as in ASE."""
+    from ase.geometry import cellpar_to_cell
+
+    if CELL in iteration.attrs:
+        return np.asarray(iteration.attrs[CELL], dtype=np.float64).reshape(3, 3)
+    if "angles" not in mesh.attrs:
+        return None
+    lengths = (
+        np.asarray(mesh.attrs["gridSpacing"], dtype=np.float64) * float(mesh.attrs.get("gridUnitSI", 1e-10)) * 1e10
+    )
+    return cellpar_to_cell([*lengths, *np.asarray(mesh.attrs["angles"])]) * np.array(shape)[:, None]
+
+
+def _plain(value: object) -> object:
+    """An attribute as a value of JSON."""
+    if isinstance(value, (bytes, np.generic)):
+        return _text(value) if isinstance(value, bytes) else value.item()
+    return value.tolist() if isinstance(value, np.ndarray) else value
 
 
 def _lines(component: h5py.Dataset, first: int, last: int, ny: int) -> np.ndarray:

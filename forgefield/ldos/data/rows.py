@@ -78,8 +78,10 @@ def require_file(path: Path) -> None:
 
 def require_new_array(path: Path) -> None:
     """Raise unless an array can be written to the new file `path`."""
-    if path.suffix != ".npy":
-        raise ForgefieldError(f"{path}: the array is written as .npy; choose a name with this ending")
+    if path.suffix not in (".npy", *HDF5_SUFFIXES):
+        raise ForgefieldError(
+            f"{path}: the array is written as .npy, or as .h5 (openPMD); choose a name with this ending"
+        )
     if path.exists():
         raise ForgefieldError(f"{path} exists already; delete it or choose another name")
 

@@ -1,8 +1,8 @@
 """Snapshots named in a config: by a file, a glob, a folder, a list of these, or a mapping that names each file.
 
 The files of a snapshot belong together by name: Be_snapshot0.in.npy (descriptors), Be_snapshot0.out.npy (LDOS), and
-Be_snapshot0.info.json or else the Quantum ESPRESSO output Be_snapshot0.out. A snapshot that is named by its .info.json, or that
-has no file of descriptors, gets computed ones.
+Be_snapshot0.info.json, else the Quantum ESPRESSO output Be_snapshot0.out, or else an openPMD file among them. A snapshot that
+is named by its .info.json, or that has no file of descriptors, gets computed ones.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from typing import Any
 from forgefield.config.nearest import did_you_mean
 from forgefield.errors import ForgefieldError
 from forgefield.ldos.data.info import SnapshotInfo, read_info
-from forgefield.ldos.data.rows import require_file
+from forgefield.ldos.data.rows import HDF5_SUFFIXES, require_file
 from forgefield.ldos.data.snapshot import Snapshot
 from forgefield.ldos.data.units import require_target
 
@@ -172,6 +172,9 @@ def _open_snapshot(
 ) -> Snapshot:
     base, info_file = files["base"], files["info"]
     assert base is not None
+    if info_file is None:  # an openPMD file contains the calculation
+        info_file = next((files[role] for role in ("targets", "inputs") if _is_openpmd(files[role])), None)
+        files["info"] = info_file
     if files["inputs"] is None and "inputs" in need and info_file is not None and make_inputs is not None:
         files["inputs"], options["coordinates"] = make_inputs(read_info(info_file)), False
     for role in need:
@@ -181,6 +184,10 @@ def _open_snapshot(
     return Snapshot(
         base.name, files["inputs"], files["targets"], files["info"], target=target, folder=base.parent, **options
     )
+
+
+def _is_openpmd(path: Path | None) -> bool:
+    return path is not None and path.suffix in HDF5_SUFFIXES
 
 
 def _refuse_duplicates(snapshots: list[Snapshot], setting: str) -> None:

@@ -124,6 +124,11 @@ def factor_from_si(target: str, unit_si: float) -> float:
     return 1.0 if abs(factor - 1.0) < 1e-6 else factor  # constants of other programs differ in the last digits
 
 
+def unit_in_si(target: str) -> float:
+    """The standard unit of `target` in SI."""
+    return _IN_SI[require_target(target)]
+
+
 def _bare(unit: str) -> str:
     """A normalised spelling: without spaces and brackets, powers as ^."""
     text = re.sub(r"[\s()]", "", str(unit)).replace("**", "^").lower()

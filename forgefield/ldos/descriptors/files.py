@@ -13,9 +13,9 @@ from ase.data import chemical_symbols
 from forgefield.data.options import LabelOptions, UnitOptions
 from forgefield.data.reading import read_table
 from forgefield.errors import ForgefieldError
-from forgefield.files import written_atomically
-from forgefield.ldos.data.info import read_info
-from forgefield.ldos.data.rows import require_file, require_new_array
+from forgefield.ldos.data.grid_writer import writing_grid
+from forgefield.ldos.data.info import SnapshotInfo, read_info
+from forgefield.ldos.data.rows import HDF5_SUFFIXES, require_file, require_new_array
 from forgefield.ldos.descriptor_options import DescriptorOptions
 from forgefield.ldos.descriptors import make_descriptors
 
@@ -29,8 +29,10 @@ def write_descriptors(
     device: str = "cpu",
     dtype: type[np.floating] = np.float32,
 ) -> tuple[int, ...]:
-    """Compute descriptors of the grid points of a structure, write them to an .npy file, and return the shape of the array,
+    """Compute descriptors of the grid points of a structure, write them to a file, and return the shape of the array,
     (nx, ny, nz, descriptors). Columns of elements are in the order of atomic numbers.
+
+    An openPMD file has three more columns before them: the coordinates of the point, A, as in MALA's files.
 
     Parameters
     ----------
@@ -54,8 +56,12 @@ def write_descriptors(
     descriptors = make_descriptors(options or DescriptorOptions(), species)
     values = descriptors.on_grid(atoms.cell, atoms.positions, atoms.numbers, atoms.pbc, shape, device)
     array = values.cpu().numpy().astype(dtype)
-    with written_atomically(out) as partial:
-        np.save(partial, array)
+    kind = descriptors.options.type
+    info = SnapshotInfo(cell=np.array(atoms.cell), numbers=atoms.numbers, positions=atoms.positions, grid_shape=shape)
+    info.coordinates = out.suffix in HDF5_SUFFIXES
+    stored = np.concatenate([info.coordinates_of_points(), array], axis=-1) if info.coordinates else array
+    with writing_grid(out, stored.shape, dtype, quantity=kind, info=info) as file:
+        file.write_planes(0, stored)
     return array.shape
 
 

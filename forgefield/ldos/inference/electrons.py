@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -28,13 +28,11 @@ from forgefield.ldos.electronic.density_energies import DensityEnergies, Density
 from forgefield.ldos.electronic.energy_grid import EnergyGrid
 from forgefield.ldos.electronic.fermi import band_energy, density, dos_of_ldos, entropy_energy, fermi_energy
 from forgefield.ldos.electronic.upf import Pseudopotential, read_pseudopotentials
-from forgefield.ldos.model import LDOSNetwork, load_network
+from forgefield.ldos.model import LDOSNetwork, load_network, negative_values
 from forgefield.runs import Run
 
 SLAB = 1 << 16
 """Points whose descriptors are in memory at the same time."""
-NEGATIVE: dict[str, Callable[[Tensor], Tensor]] = {"keep": lambda x: x, "zero": torch.relu, "absolute": torch.abs}
-"""Treatment of negative predictions: none, or as set for an imported model of MALA."""
 
 
 @dataclass(frozen=True)
@@ -116,7 +114,7 @@ class ElectronModel:
         self.spacing, self.electrons = spacing, electrons
         info = self.run.info
         self.calculation: dict[str, Any] = info.get("calculation", {})
-        self.negative = NEGATIVE[info.get("negative", "keep")]
+        self.negative = negative_values(info)
         self.options = self._descriptor_options()
         self._folder = None if pseudopotentials is None else Path(pseudopotentials)
         self._folder_is_explicit = pseudopotentials is not None

@@ -26,7 +26,7 @@ from forgefield.ldos.training.snapshots import SnapshotMeasure, TermGradient
 from forgefield.settings import Config
 from forgefield.training.engines.choose import engine_refusal, inductor_options
 from forgefield.training.module import TrainingModule
-from forgefield.training.optim.update import Update, capture_refusal
+from forgefield.training.optim.update import Update, capture_refusal, use_fused
 from forgefield.training.options import TrainingOptions
 from forgefield.training.precision import Precision
 from forgefield.training.problem.problem import TrainingSession
@@ -112,9 +112,9 @@ class EngineBuilder:
         )
         difference = self._compare(gradient, model, task, rows)
         difference = difference if fused_difference is None else fused_difference
-        update = Update(
-            executor.module.trainer.optimizers[0], executor.module.ema, clip=executor.clip, reduce=executor.reduction()
-        )
+        optimiser = executor.module.trainer.optimizers[0]
+        use_fused(optimiser)
+        update = Update(optimiser, executor.module.ema, clip=executor.clip, reduce=executor.reduction())
         inner = EagerEngine(
             model,
             task,

@@ -1,23 +1,19 @@
 """Execution of the steps of a block: one by one, or captured as CUDA graphs of many steps.
 
-All engines execute the same steps: gather, gradient, update, sums of the loss. Contract of captured steps: everything that
-changes from step to step (rows, learning rates, shares of the average, the weight of padding points) is written to fixed
-tensors before a replay; the optimiser has created its state in steps before the capture. A block of k steps is composed of
-graphs of n, n // 4, n // 16, ... steps and of single steps; the result does not depend on the length of blocks. Which of two
-kinds of steps is captured is measured once; the choice is stored in checkpoints, because the two round differently.
+All engines execute the same steps: gather, gradient, update, sums of the loss. Captured steps are those of
+`training/engines/captured.py`; a block of k steps is composed of graphs of n, n // 4, n // 16, ... steps and of single steps,
+and the result does not depend on the length of blocks. Which of two kinds of steps is captured is measured once; the choice is
+stored in checkpoints, because the two round differently.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
-from typing import Any
+from collections.abc import Callable
 
 import torch
 from torch import Tensor
 
 from forgefield.errors import ForgefieldError
-from forgefield.inference.capture import capture
 from forgefield.ldos.loss import PointTask
 from forgefield.ldos.model import LDOSNetwork
 from forgefield.ldos.training.blocks import Block
@@ -25,6 +21,8 @@ from forgefield.ldos.training.data import ResidentRows, RowLayout
 from forgefield.ldos.training.fused import FusedStep, current_factor_dtype
 from forgefield.ldos.training.gradient import Gradient
 from forgefield.ldos.training.snapshots import TermGradient
+from forgefield.training.engines.captured import CapturedSteps
+from forgefield.training.optim.captured_update import CapturedUpdate, constant_settings
 from forgefield.training.optim.update import Update
 
 Rates = Callable[[], list[float]]
@@ -158,25 +156,25 @@ class GraphsEngine:
         choices: dict[str, bool] | None = None,
         notify: Callable[[str], None] = lambda text: None,
     ) -> None:
-        self.inner, self.n, self.points, self.fuses, self.notify = inner, n, points, fuses, notify
+        self.inner, self.points, self.fuses, self.notify = inner, points, fuses, notify
         self.choices = dict(choices or {})
+        self.n = n
+        self._lengths = [*(n // 4**power for power in range(8) if n // 4**power > 1), 1]
+        """Numbers of steps of graphs."""
+        self.steps: CapturedSteps[int] = CapturedSteps(self, CapturedUpdate(inner.update, n), warm_ups=WARM_UPS)
         device, dtype = inner.device, inner.model.dtype
-        self._captures = device.type == "cuda"
-        self._lengths = [n // 4**power for power in range(8) if n // 4**power > 1]
         self.sums = torch.zeros(inner.task.n_levels, dtype=torch.float64, device=device)
         self._gathers_rows = inner.resident is not None and inner.resident.rows.device == device
         self._rows = torch.zeros(n, points, dtype=torch.int64, device=device)
         width = 0 if self._gathers_rows else inner.layout.width
         self._data = torch.zeros(n, points, width, dtype=dtype, device=device)
-        self._rates = torch.zeros(n, len(inner.update.optimiser.param_groups), dtype=dtype, device=device)
-        self._shares = torch.zeros(n, dtype=dtype, device=device)
-        self._numbers = torch.zeros(*self._rates.shape, 4, dtype=torch.float32, device=device)
+        n_groups = len(inner.update.optimiser.param_groups)
+        self._numbers = torch.zeros(n, n_groups, 4, dtype=torch.float32, device=device)
         self._weight = torch.ones(points, dtype=dtype, device=device)
         self._factor = torch.zeros(inner.task.n_levels, dtype=dtype, device=device)
         self._in_order = torch.arange(points, device=device)
-        self._graphs: dict[int, torch.cuda.CUDAGraph] = {}
+        self._settings = constant_settings(inner.update.optimiser)
         self._ready = False
-        self._settings = _settings(inner.update.optimiser)
         self._fused: FusedStep | None = None
         self._chosen = False
         self._stale = True
@@ -184,7 +182,7 @@ class GraphsEngine:
 
     def reset(self) -> None:
         """Discard state that is specific to one precision."""
-        self._graphs.clear()
+        self.steps.reset()
         self._fused, self._chosen = None, False
 
     def run(self, block: Block, first_step: int, rates: Rates) -> Sums:
@@ -196,8 +194,8 @@ class GraphsEngine:
         self._stale = True
         while n_done < len(block):
             step = first_step + n_done
-            if self._captures and not self._ready and inner.update.has_states:
-                inner.update.make_capturable()  # before any step, so that a resumed run executes the same kind of steps
+            if not self._ready and inner.update.has_states:
+                self.steps.update.make_capturable()  # before any step, so that a resumed run executes the same kind of steps
                 self._ready = True
             if not inner.update.has_states or (inner.terms is not None and inner.task.due(step)):
                 inner.step(sums, *inner.batch(block, rows, n_done), block.totals[n_done], step, rates())
@@ -217,7 +215,7 @@ class GraphsEngine:
                 if self._fused.adam is not None:
                     self._fused.complete_gradients()
                 inner.update.use(self._fused.gradients)
-        if _settings(inner.update.optimiser) != self._settings:
+        if constant_settings(inner.update.optimiser) != self._settings:
             raise ForgefieldError(
                 "training.engine: captured steps follow learning rates only, but a scheduler or callback has changed another "
                 "setting of the optimiser (such as betas or weight_decay); use training.engine=eager, and with OneCycleLR and "
@@ -235,7 +233,7 @@ class GraphsEngine:
         name = str(dtype).removeprefix("torch.")
         try:
             fused = FusedStep(inner.model, inner.task.loss, inner.layout, self.points, inner.update, dtype)
-            if self._captures and name not in self.choices:
+            if self.steps.captures and name not in self.choices:
                 self.choices[name] = self._is_faster(fused, length)
             self._fused = fused if self.choices.get(name, True) else None
         except Exception as error:  # a failure of Triton, memory or the driver must not end the training
@@ -243,34 +241,23 @@ class GraphsEngine:
             self.notify(
                 f"Fused kernels do not run here ({type(error).__name__}: {str(error)[:200]}); PyTorch's steps are used."
             )
+        self.steps.reset()
 
     def _is_faster(self, fused: FusedStep, length: int) -> bool:
         """Whether fused kernels are faster, measured by replays of both kinds of steps on the points of the next graph.
         PyTorch's steps must be faster by a margin, so that noise does not decide."""
-        length = next((n for n in self._lengths if n <= min(length, TIMED)), 1)
+        length = self._longest(min(length, TIMED))
         times = []
         for candidate in (fused, None):
             self._fused = candidate
-            times.append(self._time(self._capture(length)) / length)
+            self.steps.capture(length, length)
+            times.append(1e6 * self.steps.seconds(length) / length)
         faster = times[0] < MARGIN * times[1]
         self.notify(
             f"A captured step takes {times[0]:.0f} us with fused kernels and {times[1]:.0f} us with PyTorch's: "
             f"{'fused kernels' if faster else 'those of PyTorch'} are used."
         )
         return faster
-
-    def _time(self, graph: torch.cuda.CUDAGraph) -> float:
-        """Shortest time of several replays, microseconds."""
-        times = []
-        with self._state_restored():
-            for _ in range(4):
-                start, stop = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-                start.record()
-                graph.replay()
-                stop.record()
-                stop.synchronize()
-                times.append(1e3 * start.elapsed_time(stop))
-        return min(times)
 
     def _length(self, block: Block, first: int, step: int) -> int:
         """Number of steps of the next graph: full steps without terms, with equal numbers of points over all ranks; otherwise
@@ -281,7 +268,11 @@ class GraphsEngine:
             if due or block.local[number] != self.points or block.totals[number] != block.totals[first]:
                 break
             n_equal += 1
-        return next((length for length in self._lengths if length <= n_equal), 1)
+        return self._longest(n_equal)
+
+    def _longest(self, n: int) -> int:
+        """Number of steps of the longest graph of at most `n` steps, or 1."""
+        return next((length for length in self._lengths if length <= n), 1)
 
     def _write(self, block: Block, rows: Tensor | None, first: int, length: int) -> None:
         """Write points and factors of the next steps to the tensors that captured steps read."""
@@ -301,98 +292,44 @@ class GraphsEngine:
             self._weight[: block.local[first]] = 1
 
     def _execute(self, length: int, rates: list[list[float]]) -> None:
-        average, fused = self.inner.update.average, self._fused
-        shares = [0.0 if average is None else average.next_share() for _ in range(length)]
-        buffers = [
-            (buffer, torch.tensor(values_of, dtype=buffer.dtype))
-            for buffer, values_of in ((self._rates, rates), (self._shares, shares))
-        ]
-        if fused is not None:
-            if self._stale:
-                fused.refresh()
-                self._stale = False
-            if fused.adam is not None:
-                buffers = [(self._numbers, fused.adam.numbers(rates, shares))]
-        for buffer, values in buffers:
-            buffer[:length].copy_(values.pin_memory() if self._captures else values, non_blocking=True)
-        if not self._captures:
-            self._steps(length, rates)
+        update, fused = self.steps.update, self._fused
+        shares = update.next_shares(length)
+        if fused is not None and self._stale:
+            fused.refresh()
+            self._stale = False
+        if fused is None or fused.adam is None:
+            update.write(rates, shares)
         else:
-            if length not in self._graphs:
-                self._graphs[length] = self._capture(length)
-            self._graphs[length].replay()
+            numbers = fused.adam.numbers(rates, shares)
+            self._numbers[:length].copy_(numbers.pin_memory() if self.steps.captures else numbers, non_blocking=True)
+        self.steps.run(length, length)
         if fused is not None and fused.adam is not None:
             fused.adam.count(length)
 
-    def _capture(self, length: int) -> torch.cuda.CUDAGraph:
-        """Capture a graph of `length` steps; state changed by warming up is restored."""
+    # ---- the work of captured steps
 
-        def steps() -> None:
-            self._steps(length, self._rates)
-
-        with self._state_restored():
-            graph, _ = capture(steps, warm_up=steps, warm_ups=WARM_UPS)
-        return graph
-
-    @contextmanager
-    def _state_restored(self) -> Iterator[None]:
-        """Restore weights, averages, optimiser state and sums at the end."""
-        update, fused = self.inner.update, self._fused
-        tensors = _state_tensors(self.inner, self.sums, *([] if fused is None else [fused.sums]))
-        before, calls = [tensor.detach().clone() for tensor in tensors], update.calls
-        try:
-            yield
-        finally:
-            if self.inner.device.type == "cuda":
-                torch.cuda.synchronize()  # after an error another stream may still be writing
-            with torch.no_grad():
-                for tensor, value in zip(tensors, before):
-                    tensor.copy_(value)
-            update.calls = calls
-            if fused is not None:
-                fused.refresh()
-
-    def _steps(self, length: int, rates: Sequence[Sequence[float]] | Tensor) -> None:
-        """The captured work: `length` steps; a single step weights its points, some of which may be padding."""
+    def launch(self, length: int, number: int) -> bool:
+        """A single step weights its points, some of which may be padding."""
         inner, fused = self.inner, self._fused
         weight = self._weight if length == 1 else None
-        for number in range(length):
-            if fused is not None:
-                rows, index = self._data[number], self._in_order
-                if self._gathers_rows:
-                    assert inner.resident is not None
-                    rows, index = inner.resident.rows, self._rows[number]
-                fused(rows, index, self._factor, weight, None if fused.adam is None else self._numbers[number])
-                if fused.adam is not None:
-                    continue
-                gradients = fused.gradients
-            else:
-                rows = self._data[number]
-                if self._gathers_rows:
-                    assert inner.resident is not None
-                    rows = inner.resident.rows.index_select(0, self._rows[number])
-                self.sums += inner.gradient(*inner.layout.split(rows), self._factor, weight)
-                gradients = inner.gradient.gradients
-            inner.update.use(gradients)
-            inner.update(list(rates[number]), self._shares[number])
-            if fused is not None:
-                fused.refresh()
+        rows, index = self._data[number], self._in_order
+        if self._gathers_rows:
+            assert inner.resident is not None
+            rows, index = inner.resident.rows, self._rows[number]
+        if fused is not None:
+            fused(rows, index, self._factor, weight, None if fused.adam is None else self._numbers[number])
+            if fused.adam is None:
+                inner.update.use(fused.gradients)
+            return fused.adam is None
+        if self._gathers_rows:
+            rows = rows.index_select(0, index)
+        self.sums += inner.gradient(*inner.layout.split(rows), self._factor, weight)
+        inner.update.use(inner.gradient.gradients)
+        return True
 
+    def changed(self) -> list[Tensor]:
+        return [self.sums, *([] if self._fused is None else [self._fused.sums])]
 
-def _settings(optimiser: torch.optim.Optimizer) -> list[dict[str, Any]]:
-    """Optimiser settings that are constants of captured steps: all except learning rates and implementation choices."""
-    keys = [key for key in optimiser.defaults if key not in ("lr", "capturable", "fused", "foreach")]
-    return [
-        {key: group.get(key) for key in keys if not isinstance(group.get(key), Tensor)}
-        for group in optimiser.param_groups
-    ]
-
-
-def _state_tensors(inner: EagerEngine, *sums: Tensor) -> list[Tensor]:
-    """All tensors that a step changes."""
-    update = inner.update
-    states = [
-        value for state in update.optimiser.state.values() for value in state.values() if isinstance(value, Tensor)
-    ]
-    averages = [] if update.average is None else list(update.average.average.values())
-    return [*inner.model.parameters(), *states, *averages, *sums]
+    def refresh(self) -> None:
+        if self._fused is not None:
+            self._fused.refresh()

@@ -21,6 +21,7 @@ from forgefield.ldos.loss import PointLoss
 from forgefield.ldos.model import LDOSNetwork
 from forgefield.ldos.training.data import RowLayout
 from forgefield.ops.products import count_lowered
+from forgefield.training.optim.captured_update import is_plain_adam
 from forgefield.training.optim.update import Update
 
 PADDED = 128
@@ -338,10 +339,7 @@ def adam_of(update: Update) -> Adam | None:
     """The kernel that replaces an update of plain Adam or AdamW; None for any other update."""
     optimiser, same = update.optimiser, ("betas", "eps", "weight_decay")
     groups = optimiser.param_groups
-    plain = type(optimiser) in (torch.optim.Adam, torch.optim.AdamW) and not any(
-        group["amsgrad"] or group["maximize"] or group["differentiable"] for group in groups
-    )
-    if not plain or update.clip[0] or update.reduce is not None or not update.has_states:
+    if not is_plain_adam(optimiser) or update.clip[0] or update.reduce is not None or not update.has_states:
         return None
     if any(group[key] != groups[0][key] for group in groups for key in same):
         return None

@@ -6,7 +6,7 @@ ranks. Observables of the targets are computed once.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 import torch
@@ -28,6 +28,7 @@ NEEDED = {
     "band_energy": ("temperature", "electrons", "voxel_volume", "n_atoms"),
     "band_energy_actual_fe": ("temperature", "electrons", "voxel_volume", "n_atoms"),
     "total_energy": ("temperature", "electrons", "voxel_volume", "n_atoms", "cell", "positions"),
+    "total_energy_actual_fe": ("temperature", "electrons", "voxel_volume", "n_atoms", "cell", "positions"),
     "fermi_energy": ("temperature", "electrons", "voxel_volume"),
     "density": ("temperature", "electrons", "voxel_volume"),
     "dos": ("temperature", "electrons", "voxel_volume"),
@@ -40,7 +41,8 @@ class SnapshotMeasure:
     """Observables `metrics` of the snapshots of a table.
 
     fermi: self_consistent or given. resident: rows of the table in memory, if any. pseudopotentials: folder of UPF files;
-    default: next to the snapshots. remember: cache inputs in memory if there are no resident rows.
+    default: next to the snapshots. remember: cache inputs in memory if there are no resident rows. negative: treatment of
+    negative predictions.
     """
 
     def __init__(
@@ -54,10 +56,11 @@ class SnapshotMeasure:
         resident: ResidentRows | None = None,
         pseudopotentials: str | None = None,
         remember: bool = False,
+        negative: Callable[[Tensor], Tensor] = lambda ldos: ldos,
     ) -> None:
         if model.energies is None:
             raise ForgefieldError("observables follow from an LDOS, and this model predicts a density.")
-        self.table, self.model, self.ranks = table, model, ranks
+        self.table, self.model, self.ranks, self.negative = table, model, ranks, negative
         self.rows = SnapshotRows(table, model, resident, remember=remember)
         self.observer = Observer(model.energies, metrics, fermi, self._total)
         self.facts = [self._facts(snapshot, pseudopotentials) for snapshot in table.snapshots]
@@ -71,7 +74,6 @@ class SnapshotMeasure:
         for name in metrics:
             needed = NEEDED[name] + (("fermi_energy",) if self.observer.fermi == "given" else ())
             info.require(*needed, why=f"{name} of snapshot {snapshot.name}")
-        needs_density = "total_energy" in metrics
         assert info.temperature is not None
         assert info.electrons is not None
         assert info.voxel_volume is not None
@@ -84,7 +86,7 @@ class SnapshotMeasure:
             n_points=snapshot.n_points,
             point_range=rank_range(snapshot.n_points, self.ranks.rank, self.ranks.world_size),
             dft_fermi_energy=info.fermi_energy,
-            density_energies=(lambda: density_energies(snapshot, folder)) if needs_density else None,
+            density_energies=(lambda: density_energies(snapshot, folder)) if self.observer.needs_total else None,
             dft=dict(info.energies),
             unit=min(LDOS_UNITS, key=lambda unit: abs(LDOS_UNITS[unit] - snapshot.factor)),
         )
@@ -106,9 +108,12 @@ class SnapshotMeasure:
         def ldos() -> Iterator[Tensor]:
             for inputs in self.rows.inputs(number, *facts.point_range):
                 outputs = model.network(inputs).to(torch.float64)
-                yield outputs * model.output_scale + model.output_shift
+                yield self.negative(outputs * model.output_scale + model.output_shift)
 
-        return self.observer.observe(ldos, facts)
+        with_reference = "total_energy_actual_fe" in self.observer.metrics
+        return self.observer.observe(
+            ldos, facts, reference_fermi=self.reference(number).fermi if with_reference else None
+        )
 
     def errors(self) -> list[dict[str, float]]:
         """Signed errors of each snapshot, in the units of `OBSERVABLE_UNITS`."""

@@ -34,6 +34,10 @@ from forgefield.training.trainer import callbacks_of, is_quick
 if TYPE_CHECKING:
     from torch.utils.tensorboard import SummaryWriter
 
+WRITTEN_EVERY_S = 1.0
+"""Time after which the losses of steps are written to TensorBoard."""
+WRITTEN_AFTER = 5
+"""Batches of an epoch after which events of the epoch before are written."""
 _TIMING = ("seconds", "frames", "atoms", "frames_per_second", "atoms_per_second")
 
 
@@ -175,6 +179,10 @@ class TensorBoardLog(ObservesSteps):
         self.from_step = from_step
         self._writer: SummaryWriter | None = None
         self._gradients: dict[str, torch.Tensor] = {}
+        self._waiting: list[tuple[str, float, int, float]] = []
+        """Name, value, step and time of scalars that are not written yet: at the end of an epoch a GPU would wait."""
+        if level < 2:  # gradients are not read, so that updates may be captured together with them
+            vars(self)["on_before_optimizer_step"] = None
 
     @property
     def writer(self) -> SummaryWriter | None:
@@ -191,6 +199,8 @@ class TensorBoardLog(ObservesSteps):
     def on_train_batch_end(
         self, trainer: L.Trainer, pl_module: L.LightningModule, outputs: STEP_OUTPUT, batch: object, batch_idx: int
     ) -> None:
+        if self._waiting and batch_idx >= WRITTEN_AFTER:
+            self._write_waiting()
         if not pl_module.automatic_optimization:  # `grad` still contains the gradients of the last step
             self._copy_gradients(trainer)
 
@@ -212,13 +222,17 @@ class TensorBoardLog(ObservesSteps):
         metrics = dict(trainer.callback_metrics)
         if self._writer is None:
             return
-        for name, value in metrics.items():
-            self._writer.add_scalar(name, float(value), trainer.global_step)
+        self._write_waiting()
+        step, now = trainer.global_step, time.time()
+        self._waiting = [(name, float(value), step, now) for name, value in metrics.items()]
         if self.level >= 2:
             for name, parameter in training_module(pl_module).trained.named_parameters():
                 self._writer.add_histogram(f"weights/{name}", parameter.detach(), trainer.global_step)
             for name, gradient in self._gradients.items():
                 self._writer.add_histogram(f"gradients/{name}", gradient, trainer.global_step)
+
+    def on_save_checkpoint(self, trainer: L.Trainer, pl_module: L.LightningModule, checkpoint: dict[str, Any]) -> None:
+        self._write_waiting()
 
     def on_fit_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         self._close()
@@ -226,7 +240,14 @@ class TensorBoardLog(ObservesSteps):
     def on_exception(self, trainer: L.Trainer, pl_module: L.LightningModule, exception: BaseException) -> None:
         self._close()
 
+    def _write_waiting(self) -> None:
+        waiting, self._waiting = self._waiting, []
+        if self._writer is not None:
+            for scalar in waiting:
+                self._writer.add_scalar(*scalar)
+
     def _close(self) -> None:
+        self._write_waiting()
         if self._writer is not None:
             self._writer.close()
             self._writer = None
@@ -240,7 +261,8 @@ def tensorboard_writers(trainer: L.Trainer) -> list[SummaryWriter]:
 class StepLog(ObservesSteps):
     """Logs the loss and the learning rate of single steps.
 
-    A loss is copied to the host without waiting for the device, and written when it has arrived.
+    A loss is copied to the host without waiting for the device, and written when it has arrived: to TensorBoard once a second,
+    because its thread takes Python's lock for every event.
 
     settings: the resolved config, which is logged as hyperparameters.
     tensorboard: whether the run writes TensorBoard events; the same on all ranks.
@@ -263,7 +285,7 @@ class StepLog(ObservesSteps):
     ) -> None:
         step, every = trainer.global_step, int(vars(trainer)["log_every_n_steps"])
         before, self._seen = self._seen, step
-        if self._waiting:
+        if self._waiting and (trainer.loggers or time.time() > self._waiting[0].time + WRITTEN_EVERY_S):
             self._write(trainer, only_arrived=True)
         if not (self.tensorboard or trainer.loggers) or not every or not isinstance(outputs, Mapping):
             return
@@ -274,13 +296,13 @@ class StepLog(ObservesSteps):
         if trainer.is_global_zero:
             rate, epoch = current_learning_rate(trainer.optimizers[0]), trainer.current_epoch
             self._waiting.append(_LoggedStep(step, epoch, rate, loss.detach()))
-            self._write(trainer, only_arrived=True)
 
     def on_save_checkpoint(self, trainer: L.Trainer, pl_module: L.LightningModule, checkpoint: dict[str, Any]) -> None:
         self._write(trainer)
 
     def on_train_epoch_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        self._write(trainer, only_arrived=True)
+        if trainer.loggers:  # they need steps in order
+            self._write(trainer, only_arrived=True)
 
     def on_train_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         self._write(trainer)

@@ -10,9 +10,8 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
-from dataclasses import dataclass
 from itertools import compress
-from typing import Generic, TypeVar
+from typing import TYPE_CHECKING, TypeVar
 
 import torch
 from torch import Tensor
@@ -20,11 +19,16 @@ from torch import Tensor
 from forgefield.data.batch import Batch
 from forgefield.data.padding import Size, SizePlan, blank_frames, sizes
 from forgefield.errors import ForgefieldError
-from forgefield.inference.capture import capture
+from forgefield.inference.capture import Replays, shared_pool
 from forgefield.kernels.core.runtime import can_launch, joined
 from forgefield.kernels.step.copies import Copies
 from forgefield.training.engines.engine import Denominators, Engine, Step
 from forgefield.training.engines.step import Differentiated, Measured
+
+if TYPE_CHECKING:
+    from torch.cuda.graphs import _POOL_HANDLE
+
+    from forgefield.training.engines.frame_steps import FrameSteps
 
 _IN_ROWS = "edge_index"
 """The tensor of shape (2, n_edges): each of its two rows is padded."""
@@ -46,6 +50,12 @@ class StaticInputs:
             if self.denominators is not None:
                 targets, padding = [*targets, self.denominators], [*padding, self.denominators]
             self._copies = Copies(targets, padding)
+
+    @property
+    def get_denominators(self) -> Denominators | None:
+        """As an argument of steps."""
+        values = self.denominators
+        return None if values is None else lambda: values
 
     @staticmethod
     def _rows(batch: Batch) -> list[Tensor]:
@@ -110,13 +120,20 @@ WARM_UPS = 2
 R = TypeVar("R")
 
 
-@dataclass
-class _Captured(Generic[R]):
-    """inputs: of the graph. result: its outputs, overwritten by every replay."""
+class _BatchReplays(Replays[R]):
+    """Functions of a batch, one for each size, and the inputs of each."""
 
-    graph: torch.cuda.CUDAGraph
-    inputs: StaticInputs
-    result: R
+    def __init__(self, device: torch.device, pool: _POOL_HANDLE | None) -> None:
+        super().__init__(device, warm_ups=WARM_UPS, pool=pool)
+        self.inputs: dict[Size, StaticInputs] = {}
+
+    def run_on(self, size: Size, batch: Batch, denominators: Tensor | None) -> R:
+        self.inputs[size].load(batch, denominators)
+        return self.run(size)
+
+    def clear(self) -> None:
+        super().clear()
+        self.inputs.clear()
 
 
 class GraphsEngine(Engine):
@@ -140,11 +157,16 @@ class GraphsEngine(Engine):
         self.inner, self.plan, self.notify = inner, plan, notify
         self.evaluation_plan = functools.cache(evaluation_plan)
         self.cutoff = inner.function.potential.adaptive_cutoff or inner.function.potential.cutoff
-        self._captured: dict[Size, _Captured[Differentiated]] = {}
-        self._evaluations: dict[Size, _Captured[Measured]] = {}
+        device = next(inner.function.potential.parameters()).device
+        self.steps: FrameSteps | None = None
+        """Whole steps, if they are captured as well."""
+        self.pool = shared_pool(device)
+        self._captured: _BatchReplays[Differentiated] = _BatchReplays(device, self.pool)
+        self._evaluations: _BatchReplays[Measured] = _BatchReplays(device, self.pool)
         self._captures_evaluation = True
+        self._announced: set[Size] = set()
+        """Sizes whose capture was reported."""
         self._latest: Differentiated | None = None
-        self._pool = torch.cuda.graph_pool_handle()
 
     @property
     def captures(self) -> int:
@@ -158,12 +180,10 @@ class GraphsEngine(Engine):
         values = None if denominators is None else denominators()
         size = self.plan.fit(*sizes(batch))
         if size not in self._captured:
-            self._captured[size] = self._capture(size, batch, values)
-        captured = self._captured[size]
-        captured.inputs.load(batch, values)
-        captured.graph.replay()
-        self._latest = captured.result
-        return captured.result
+            inputs = self.inputs_for_step(size, batch, values)
+            self._capture(self._captured, size, inputs, self.differentiated)
+        self._latest = self._captured.run_on(size, batch, values)
+        return self._latest
 
     def assign_gradients(self) -> None:
         """Set `grad` of the weights to the gradients of the latest step, without copying them."""
@@ -175,21 +195,27 @@ class GraphsEngine(Engine):
         size = self.evaluation_plan().fit(*sizes(batch))
         if self._captures_evaluation and size not in self._evaluations:
             try:
-                self._evaluations[size] = self._capture_evaluation(size, batch)
+                inputs = self._inputs_for(size, batch, None)
+                self._capture(self._evaluations, size, inputs, lambda inputs: self.inner.evaluate(inputs.batch))
             except ForgefieldError as error:
                 self._captures_evaluation = False
                 self.notify(f"Validation is not captured, and slower for that: {error}")
         if not self._captures_evaluation:
             return self.inner.evaluate(batch)
-        captured = self._evaluations[size]
-        captured.inputs.load(batch, None)
-        captured.graph.replay()
-        return Measured(*(tensor.clone() for tensor in captured.result))
+        result = self._evaluations.run_on(size, batch, None)
+        return Measured(*(tensor.clone() for tensor in result))
 
     def reset(self) -> None:
         self._captured.clear()
         self._evaluations.clear()
+        self._announced.clear()
+        if self.steps is not None:
+            self.steps.reset()
         self.inner.reset()
+
+    def differentiated(self, inputs: StaticInputs) -> Differentiated:
+        """The gradients of a step on static inputs, not replayed."""
+        return self._with_strides_of_weights(self.inner.differentiate(inputs.batch, inputs.get_denominators))
 
     def _with_strides_of_weights(self, result: Differentiated) -> Differentiated:
         """The result with gradients that have the memory layout of their weights, which fused optimisers require."""
@@ -201,8 +227,27 @@ class GraphsEngine(Engine):
         ]
         return result._replace(gradients=gradients)
 
-    def _inputs_of(self, size: Size, like: Batch, denominators: Tensor | None) -> StaticInputs:
-        """Inputs of a capture, with the batch `like` in place."""
+    def _capture(
+        self, replays: _BatchReplays[R], size: Size, inputs: StaticInputs, compute: Callable[[StaticInputs], R]
+    ) -> None:
+        """Capture `compute` for batches padded to `size`."""
+
+        def load_and_compute() -> R:
+            with joined():
+                inputs.launch()
+                return compute(inputs)
+
+        replays.add(size, load_and_compute, warm_up=lambda: compute(inputs))
+        replays.inputs[size] = inputs
+
+    def inputs_for_step(self, size: Size, like: Batch, denominators: Tensor | None) -> StaticInputs:
+        """Inputs of captured steps, with the batch `like` in place."""
+        if size not in self._announced:
+            self._announced.add(size)
+            self.notify(f"Capturing the step for {size.frames} frames, {size.atoms} atoms, {size.edges} edges.")
+        return self._inputs_for(size, like, denominators)
+
+    def _inputs_for(self, size: Size, like: Batch, denominators: Tensor | None) -> StaticInputs:
         blank = blank_frames(
             like,
             frames=size.frames,
@@ -216,34 +261,3 @@ class GraphsEngine(Engine):
         inputs.load(like, denominators)
         inputs.launch()
         return inputs
-
-    def _capture_evaluation(self, size: Size, like: Batch) -> _Captured[Measured]:
-        inputs = self._inputs_of(size, like, None)
-
-        def evaluate() -> Measured:
-            return self.inner.evaluate(inputs.batch)
-
-        def load_and_evaluate() -> Measured:
-            with joined():
-                inputs.launch()
-                return evaluate()
-
-        graph, result = capture(load_and_evaluate, warm_up=evaluate, warm_ups=WARM_UPS, pool=self._pool)
-        return _Captured(graph, inputs, result)
-
-    def _capture(self, size: Size, like: Batch, denominators: Tensor | None) -> _Captured[Differentiated]:
-        self.notify(f"Capturing the step for {size.frames} frames, {size.atoms} atoms, {size.edges} edges.")
-        inputs = self._inputs_of(size, like, denominators)
-        static_denominators = inputs.denominators
-        get_denominators = None if static_denominators is None else lambda: static_denominators
-
-        def differentiate() -> Differentiated:
-            return self.inner.differentiate(inputs.batch, get_denominators)
-
-        def load_and_differentiate() -> Differentiated:
-            with joined():
-                inputs.launch()
-                return self._with_strides_of_weights(differentiate())
-
-        graph, result = capture(load_and_differentiate, warm_up=differentiate, warm_ups=WARM_UPS, pool=self._pool)
-        return _Captured(graph, inputs, result)

@@ -1,27 +1,27 @@
-"""The update of the weights as one CUDA graph: clipping, the optimiser's step, the average of the weights.
+"""The update of the weights in a CUDA graph: clipping, the optimiser's step, the average of the weights.
 
-It replaces the optimiser's `step`, which Lightning calls. Contract: learning rates may change between steps, because they are
-read from the device; after a change of any other setting the update is captured again. Optimisers that read their step count on
-the host cannot be captured. Adam and AdamW in float32 are one kernel, which clips gradients as it reads them: `grad` itself is
-not clipped. Callbacks have to read gradients before the step.
+Contract: learning rates may change between steps, because they are read from the device; other settings are part of a graph.
+Optimisers that read their step count on the host cannot be captured.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Iterator, Sequence
-from typing import TypeVar
+from collections.abc import Iterator, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from forgefield.errors import ForgefieldError
 from forgefield.kernels.core.runtime import can_launch
 from forgefield.kernels.step.update import AdamStep, Group, Weight
 from forgefield.training.optim.averages import WeightAverage
-from forgefield.training.optim.schedules import replaced_learning_rates
-from forgefield.training.optim.update import Clip, clip_gradients, make_capturable, mark_stepped, restore_settings
+from forgefield.training.optim.update import (
+    IMPLEMENTATION,
+    Update,
+    found_inf_of,
+    make_capturable,
+)
 
-T = TypeVar("T")
 _UNSUPPORTED = ("amsgrad", "maximize", "differentiable")
 """Settings that the kernel does not support."""
 
@@ -38,7 +38,7 @@ def adam_step(
     rates: learning rates of the groups. share: weight of the parameters in their average. Both are read in every step, and so
     is the optimiser's `found_inf` if it has one.
     """
-    if not _is_supported(optimiser):
+    if not is_plain_adam(optimiser):
         return None
     weights = list(_weights(optimiser, average))
     if not weights or not all(_is_contiguous_float32(weight) for weight in weights):
@@ -53,18 +53,13 @@ def adam_step(
         weights,
         groups,
         share=None if average is None else share,
-        found_inf=_found_inf(optimiser),
+        found_inf=found_inf_of(optimiser),
         clip=clip,
     )
 
 
-def _found_inf(optimiser: torch.optim.Optimizer) -> Tensor | None:
-    """Tensor that gradient scalers set, 1 if the optimiser must not step; None without a scaler."""
-    found: Tensor | None = getattr(optimiser, "found_inf", None)
-    return found
-
-
-def _is_supported(optimiser: torch.optim.Optimizer) -> bool:
+def is_plain_adam(optimiser: torch.optim.Optimizer) -> bool:
+    """Whether the steps of an optimiser are those of Adam or AdamW that kernels compute."""
     hooks = (optimiser._optimizer_step_pre_hooks, optimiser._optimizer_step_post_hooks)
     if any(hooks) or getattr(optimiser, "grad_scale", None) is not None:
         return False
@@ -108,129 +103,86 @@ def _is_contiguous_float32(weight: Weight) -> bool:
     )
 
 
-class CapturedUpdate:
-    """Replaces the `step` of an optimiser that can be captured (`capture_refusal`).
+def constant_settings(optimiser: torch.optim.Optimizer) -> list[dict[str, Any]]:
+    """Settings of an optimiser that are constants of captured steps: all except learning rates and implementation choices."""
+    keys = [key for key in optimiser.defaults if key not in ("lr", *IMPLEMENTATION)]
+    return [
+        {key: group.get(key) for key in keys if not isinstance(group.get(key), Tensor)}
+        for group in optimiser.param_groups
+    ]
 
-    average: updated with the weights, if any.
-    static_gradients: whether gradients are in the same tensors in every step; if not, they are copied to such tensors first.
+
+class CapturedUpdate:
+    """The update of up to `n` captured steps, whose learning rates and shares of the average are on the device.
+
+    On a CPU it is executed, with the same numbers.
+
+    by_kernel: whether Adam and AdamW in float32 are one kernel (for n = 1), which clips gradients as it reads them: `grad`
+    itself is not clipped.
     """
 
-    def __init__(
-        self,
-        optimiser: torch.optim.Optimizer,
-        average: WeightAverage | None,
-        *,
-        static_gradients: Callable[[], bool] = lambda: True,
-    ) -> None:
-        self.optimiser, self.average, self.static_gradients = optimiser, average, static_gradients
-        self._copies: dict[Tensor, Tensor] = {}
-        """Copies of gradients that are not static, by weight."""
-        self.clip: Clip = (None, None)
-        parameters = [group["params"][0] for group in optimiser.param_groups]
-        self.device = parameters[0].device
-        self._rates = [torch.zeros((), dtype=p.dtype, device=self.device) for p in parameters]
-        self._share = torch.zeros((), dtype=parameters[0].dtype, device=self.device)
-        self._written: list[float | None] = [None] * (len(parameters) + 1)
-        """Present values of the rates and the share on the device."""
-        self._graphs: dict[Hashable, tuple[torch.cuda.CUDAGraph, AdamStep | None]] = {}
-        make_capturable(optimiser, self.device)
-        vars(optimiser)["step"] = self.step
+    def __init__(self, update: Update, n: int = 1, *, by_kernel: bool = False) -> None:
+        self.update, self.n, self.by_kernel = update, n, by_kernel
+        self.optimiser, self.average = update.optimiser, update.average
+        parameters = [group["params"][0] for group in update.optimiser.param_groups]
+        self.device: torch.device = parameters[0].device
+        self.rates = [torch.zeros(n, dtype=p.dtype, device=self.device) for p in parameters]
+        """(n,) for each group."""
+        self.shares = torch.zeros(n, dtype=parameters[0].dtype, device=self.device)
+        self._written: list[list[float]] = [[] for _ in range(len(parameters) + 1)]
+        """Present values of the rates and the shares on the device."""
+        self._kernel: AdamStep | None = None
 
-    def step(self, closure: Callable[[], T] | None = None) -> T | None:
-        """One step, as `torch.optim.Optimizer.step`."""
-        result = None
-        if closure is not None:
-            with torch.enable_grad():
-                result = closure()
-        mark_stepped(self.optimiser)
-        if all(p.grad is None for group in self.optimiser.param_groups for p in group["params"]):
-            if self.average is not None:  # a callback removed the gradients: the step counts and changes nothing
-                self.average.next_share()
-            return result
-        if len(self.optimiser.param_groups) != len(self._rates):
-            raise ForgefieldError(
-                "training.engine=graphs: a group of parameters was added to the optimiser during the training, which captured "
-                "steps do not support; use training.engine=compile or eager."
-            )
-        for number, group in enumerate(self.optimiser.param_groups):
-            self._write(number, self._rates[number], group["lr"])
-        if self.average is not None:
-            self._write(-1, self._share, self.average.next_share())
-        if self._has_all_states():
-            if not self.static_gradients():
-                self._copy_gradients()
-            self._captured().replay()
-        else:  # the optimiser creates its state in its first step
-            self._first_update()
-        return result
+    def make_capturable(self) -> None:
+        """Prepare the optimiser for captured steps."""
+        if self.device.type == "cuda":
+            # torch would warn of steps that are not captured, such as those with snapshot terms.
+            vars(self.optimiser)["_warned_capturable_if_run_uncaptured"] = True
+            make_capturable(self.optimiser, self.device)
+
+    def next_shares(self, n: int) -> list[float]:
+        """Shares of the weights in their average in the next `n` steps, which are counted."""
+        return [0.0 if self.average is None else self.average.next_share() for _ in range(n)]
+
+    def write(self, rates: Sequence[Sequence[float]], shares: Sequence[float]) -> None:
+        """Set the numbers of the next steps. rates: of each group, for each step."""
+        columns = [*(list(column) for column in zip(*rates)), list(shares)]
+        for number, (tensor, values) in enumerate(zip((*self.rates, self.shares), columns)):
+            if self._written[number] == values:
+                continue
+            self._written[number] = values
+            if len(values) == 1:
+                tensor[:1].fill_(values[0])
+            else:
+                numbers = torch.tensor(values, dtype=tensor.dtype)
+                tensor[: len(values)].copy_(numbers.pin_memory() if tensor.is_cuda else numbers, non_blocking=True)
 
     @torch.no_grad()
-    def _copy_gradients(self) -> None:
-        """Copy the gradients to tensors of this object."""
-        weights = [p for group in self.optimiser.param_groups for p in group["params"] if p.grad is not None]
-        for weight in weights:
-            if weight not in self._copies:
-                self._copies[weight] = torch.empty_like(weight)
-        copies = [self._copies[weight] for weight in weights]
-        torch._foreach_copy_(copies, [weight.grad for weight in weights])
-        for weight, copy in zip(weights, copies):
-            weight.grad = copy
+    def launch(self, number: int = 0) -> None:
+        """Update the weights with the present gradients and the numbers of step `number`. A capture comes after an update that
+        is not captured, with other gradients of the same shapes, and `bind` follows it."""
+        if not (self.device.type == "cuda" and torch.cuda.is_current_stream_capturing()):
+            self._kernel = self._build_kernel() if self.by_kernel else None
+        if self._kernel is not None:
+            self._kernel.launch()
+            return
+        rates: Sequence[float | Tensor] = [rates[number] for rates in self.rates]
+        if self.device.type != "cuda":  # optimisers read their rates on the host
+            rates = [values[number] for values in self._written[:-1]]
+        self.update(rates, self.shares[number])
 
-    def _write(self, number: int, tensor: Tensor, value: float) -> None:
-        """Set a number on the device if it has changed."""
-        if self._written[number] != value:
-            tensor.fill_(value)
-            self._written[number] = value
-
-    def _has_all_states(self) -> bool:
-        state = self.optimiser.state
-        return all(p in state for group in self.optimiser.param_groups for p in group["params"] if p.grad is not None)
-
-    def _first_update(self) -> None:
-        """The first step, not captured; its step counts are exact."""
-        restore_settings(self.optimiser)
-        self._update([group["lr"] for group in self.optimiser.param_groups])
-        make_capturable(self.optimiser, self.device)
-        self._graphs.clear()  # they refer to step counts that have been replaced
-
-    def _captured(self) -> torch.cuda.CUDAGraph:
-        settings = self._settings()
-        if settings not in self._graphs:
-            graph, by_kernel = torch.cuda.CUDAGraph(), self._by_kernel()
-            if by_kernel is not None:
-                by_kernel.compile()
-            torch.cuda.synchronize()
-            with torch.cuda.graph(graph, capture_error_mode="thread_local"):
-                if by_kernel is not None:
-                    by_kernel.launch()
-                else:
-                    self._update(self._rates)
-            self._graphs[settings] = graph, by_kernel
-        return self._graphs[settings][0]
-
-    def _by_kernel(self) -> AdamStep | None:
-        value, algorithm = self.clip
+    def _build_kernel(self) -> AdamStep | None:
+        value, algorithm = self.update.clip
         clip = ("value" if algorithm == "value" else "norm", float(value)) if value else None
-        return adam_step(self.optimiser, self._rates, self.average, self._share, clip)
+        return adam_step(self.optimiser, [rates[0] for rates in self.rates], self.average, self.shares[0], clip)
 
-    @torch.no_grad()
-    def _update(self, rates: Sequence[float | Tensor]) -> None:
-        """rates: the learning rate of each group."""
-        groups = self.optimiser.param_groups
-        parameters = [p for group in groups for p in group["params"] if p.grad is not None]
-        clip_gradients(parameters, self.clip)
-        with replaced_learning_rates(self.optimiser, rates):
-            type(self.optimiser).step(self.optimiser)
-        if self.average is not None:
-            found_inf = _found_inf(self.optimiser)
-            self.average.update_with_share(self._share if found_inf is None else self._share * (1.0 - found_inf))
+    def bind(self) -> AdamStep | None:
+        """Let the kernel, if it was captured, read the present gradients. The graph needs it as long as it exists."""
+        if self._kernel is not None:
+            self._kernel.bind(list(_weights(self.optimiser, self.average)))
+        return self._kernel
 
-    def _settings(self) -> Hashable:
-        """Everything that is constant in a graph: settings, and addresses of gradients, which differ between sizes of steps."""
-        found_inf = _found_inf(self.optimiser)
-        groups = self.optimiser.param_groups
-        settings = tuple(
-            (key, str(value)) for group in groups for key, value in group.items() if key not in ("params", "lr")
-        )
-        addresses = tuple(None if p.grad is None else p.grad.data_ptr() for group in groups for p in group["params"])
-        return settings, addresses, self.clip, None if found_inf is None else found_inf.data_ptr()
+    def settings(self) -> tuple[object, ...]:
+        """Everything that is constant in a graph, except addresses of gradients."""
+        found_inf = found_inf_of(self.optimiser)
+        return constant_settings(self.optimiser), self.update.clip, None if found_inf is None else found_inf.data_ptr()

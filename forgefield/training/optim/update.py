@@ -18,7 +18,7 @@ from forgefield.training.optim.schedules import replaced_learning_rates
 
 Clip = tuple[float | None, str | None]
 """Largest value or norm of the gradients (None: they are not clipped), and the algorithm: `value` or `norm`."""
-_CHANGED = ("capturable", "fused", "foreach")
+IMPLEMENTATION = ("capturable", "fused", "foreach")
 """Settings of an optimiser that are changed while its steps are captured."""
 _FUSED = (torch.optim.Adam, torch.optim.AdamW, torch.optim.SGD)
 
@@ -54,10 +54,6 @@ class Update:
         self._parameters = [p for group in optimiser.param_groups for p in group["params"]]
         self._step = type(optimiser).step
         mark_stepped(optimiser)
-        if self._parameters[0].device.type == "cpu" and type(optimiser) in _FUSED:
-            for group in optimiser.param_groups:
-                if not group.get("foreach") and not group.get("differentiable"):
-                    group["fused"] = True
 
     def use(self, gradients: Sequence[Tensor]) -> None:
         """Set the gradients of a step. Reducing them may replace `grad`, so they are set before every step."""
@@ -80,21 +76,36 @@ class Update:
             if share is None:
                 self.average.update()
             else:
-                self.average.update_with_share(share)
+                found_inf = found_inf_of(self.optimiser)
+                self.average.update_with_share(share if found_inf is None else share * (1.0 - found_inf))
 
     def average_and_weights(self) -> list[Tensor]:
         """All tensors that an update changes, except the state of the optimiser."""
         return [*self._parameters, *([] if self.average is None else self.average.average.values())]
+
+    def changed(self) -> list[Tensor]:
+        """All tensors that an update changes."""
+        states = (value for state in self.optimiser.state.values() for value in state.values())
+        return [*self.average_and_weights(), *(value for value in states if isinstance(value, Tensor))]
 
     @property
     def has_states(self) -> bool:
         """Whether the optimiser has its state, which it creates in its first step."""
         return all(parameter in self.optimiser.state for parameter in self._parameters)
 
-    def make_capturable(self) -> None:
-        """Prepare for captured steps, without torch's warning about steps that are not captured (those with snapshot terms)."""
-        vars(self.optimiser)["_warned_capturable_if_run_uncaptured"] = True
-        make_capturable(self.optimiser, self._parameters[0].device)
+
+def use_fused(optimiser: torch.optim.Optimizer) -> None:
+    """Let an optimiser on a CPU update all weights by one kernel, if it has one."""
+    on_cpu = optimiser.param_groups[0]["params"][0].device.type == "cpu"
+    for group in optimiser.param_groups if on_cpu and type(optimiser) in _FUSED else ():
+        if not group.get("foreach") and not group.get("differentiable"):
+            group["fused"] = True
+
+
+def found_inf_of(optimiser: torch.optim.Optimizer) -> Tensor | None:
+    """Tensor that gradient scalers set, 1 if the optimiser must not step; None without a scaler."""
+    found: Tensor | None = getattr(optimiser, "found_inf", None)
+    return found
 
 
 def capture_refusal(optimiser: torch.optim.Optimizer) -> str | None:
@@ -142,7 +153,7 @@ def _has_fused_kernel(optimiser: torch.optim.Optimizer, group: dict[str, Any]) -
 def portable_optimiser_states(states: list[dict[str, Any]], optimisers: Sequence[torch.optim.Optimizer]) -> None:
     """Change states in place such that any engine can resume from them. optimisers: to which they belong."""
     for stored, optimiser in zip(states, optimisers):
-        original = {key: optimiser.defaults[key] for key in _CHANGED if key in optimiser.defaults}
+        original = {key: optimiser.defaults[key] for key in IMPLEMENTATION if key in optimiser.defaults}
         for group in stored["param_groups"]:
             group.update({key: value for key, value in original.items() if key in group})
         places = [(number, name) for number, state in stored["state"].items() for name in _counts(state)]

@@ -1,29 +1,17 @@
 """The kernel's step in the place of an optimiser's own: the same weights, average and state, or torch's own code."""
 
-from types import SimpleNamespace
-
 import pytest
 import torch
 
+from forgefield.kernels.step.update import AdamStep
 from forgefield.training.optim import update
 from forgefield.training.optim.averages import WeightAverage
-from forgefield.training.optim.captured_update import CapturedUpdate, adam_step
+from forgefield.training.optim.captured_optimiser import CapturedOptimiser
+from forgefield.training.optim.captured_update import adam_step
 from forgefield.training.optim.update import portable_optimiser_states
 from tests.support.kernels import DEVICE, draw, needs_kernels
 
 pytestmark = needs_kernels
-
-
-class Uncaptured(CapturedUpdate):
-    """Launches in every step what would be captured."""
-
-    launches = 0
-
-    def _captured(self):
-        by_kernel = self._by_kernel()
-        assert by_kernel is not None
-        self.launches += 1
-        return SimpleNamespace(replay=by_kernel.launch)
 
 
 class Net(torch.nn.Module):
@@ -56,11 +44,18 @@ def _counts_as_on_a_gpu(monkeypatch):
 @pytest.mark.usefixtures("_counts_as_on_a_gpu")
 @pytest.mark.parametrize("clip", [(None, None), (2.0, "norm"), (0.3, "value")])
 @pytest.mark.parametrize("kind", [torch.optim.Adam, torch.optim.AdamW])
-def test_an_update_by_the_kernel_leaves_what_the_optimiser_would_leave(kind, clip):
+def test_an_update_by_the_kernel_leaves_what_the_optimiser_would_leave(kind, clip, monkeypatch):
     plain, graphed = Net().to(DEVICE), Net().to(DEVICE)
     given, replaced = (net.optimiser(kind, weight_decay=0.05, foreach=False) for net in (plain, graphed))
     averages = [WeightAverage(net, 0.9) for net in (plain, graphed)]
-    update = Uncaptured(replaced, averages[1])
+    update = CapturedOptimiser(replaced, averages[1])
+    launches, launch = [], AdamStep.launch
+
+    def counted(step: AdamStep) -> None:
+        launches.append(step)
+        launch(step)
+
+    monkeypatch.setattr(AdamStep, "launch", counted)
     update.clip = clip
     found = torch.zeros((), device=DEVICE)
     for step in range(8):
@@ -80,7 +75,8 @@ def test_an_update_by_the_kernel_leaves_what_the_optimiser_would_leave(kind, cli
             given.step()
             averages[0].update()
         replaced.step()
-    assert update.launches == 6  # all but those in which a weight had no state yet
+    if DEVICE == "cpu":  # with Triton's interpreter updates are launched instead of replayed
+        assert len(launches) == 6  # all but those in which a weight had no state yet
     del replaced.found_inf
     states = [optimiser.state_dict() for optimiser in (given, replaced)]
     portable_optimiser_states(states, [given, replaced])

@@ -81,7 +81,7 @@ def test_the_test_verb_measures_snapshots_and_reports_what_is_missing(trained, c
     assert main(["test", str(run.path), "--data", str(folder / "s2.in.npy"), "--device", "cpu"]) == 0
     out = capsys.readouterr().out
     assert re.search(r"band_energy\s+[\d.]+", out)
-    assert "Not measured: total_energy; " in out
+    assert "Not measured: total_energy, total_energy_actual_fe; " in out
     assert (run.path / "test-s2.in.json").exists()
     assert main(["test", str(run.path), "--which", "last", "--device", "cpu"]) == 0
     assert "s3.in.npy; last weights" in " ".join(capsys.readouterr().out.split())

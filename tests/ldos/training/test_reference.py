@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import nullcontext
 from dataclasses import replace
 from functools import partial
 from types import SimpleNamespace
@@ -28,6 +29,7 @@ from forgefield.ldos.training.reference import (
     synthetic_targets,
 )
 from forgefield.ops.execution import products_in
+from forgefield.training.engines.captured import CapturedSteps
 from forgefield.training.optim.update import Update
 from tests.support.fused_points import DEVICE, LOW, RUNS, SMALL, Rows, network
 from tests.support.point_networks import task
@@ -144,15 +146,17 @@ def test_kernels_that_cannot_be_timed_leave_everything_as_it_was_to_torch(monkey
     engine.run(block(1), 0, lambda: [0.1])
     before = [p.detach().clone() for p in engine.inner.model.parameters()]
 
-    def breaks(engine: GraphsEngine, length: int) -> None:
-        with engine._state_restored():
+    def breaks(steps: CapturedSteps, key: int, n: int) -> None:
+        with steps.state_restored():
             for parameter in engine.inner.model.parameters():
                 parameter.data.zero_()
             raise RuntimeError("out of resources")
 
-    monkeypatch.setattr(GraphsEngine, "_capture", breaks)
+    monkeypatch.setattr(CapturedSteps, "capture", breaks)
+    monkeypatch.setattr(CapturedSteps, "captures", True)
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
+    monkeypatch.setattr(torch.random, "fork_rng", lambda devices: nullcontext())
     monkeypatch.setattr(engines, "current_factor_dtype", lambda: torch.float32)
-    engine._captures = True
     engine._choose(4)
     assert engine._fused is None
     assert engine.choices == {"float32": False}
@@ -166,13 +170,13 @@ def test_gradients_are_found_where_a_replay_left_them(monkeypatch):
     monkeypatch.setattr(engines, "current_factor_dtype", lambda: torch.float32)
     engine = graphs_engine(fuses=True, optimiser=partial(torch.optim.SGD, momentum=0.5))
     engine.run(block(1), 0, lambda: [0.1])
-    steps, parameters = GraphsEngine._steps, list(engine.inner.model.parameters())
+    steps, parameters = CapturedSteps.run, list(engine.inner.model.parameters())
 
-    def replayed(engine: GraphsEngine, length: int, rates: list) -> None:
-        steps(engine, length, rates)
+    def replayed(captured: CapturedSteps, key: int, n: int) -> None:
+        steps(captured, key, n)
         engine.inner.update.use(engine.inner.gradient.gradients)
 
-    monkeypatch.setattr(GraphsEngine, "_steps", replayed)
+    monkeypatch.setattr(CapturedSteps, "run", replayed)
     engine.run(block(2), 1, lambda: [0.1])
     assert engine._fused is not None
     assert engine._fused.adam is None
