@@ -65,7 +65,7 @@ def _own_cache(monkeypatch, _session_cache) -> None:
 
 @pytest.fixture(autouse=True)
 def _few_drawings(request, monkeypatch) -> None:
-    """Only tests of reports have figures drawn, which takes longer than a short training; others make the figures of their
-    report, and the page, but matplotlib does not convert them to SVG. Commands in processes of their own draw everything."""
-    if "/report/" not in f"/{request.node.nodeid}" and request.node.get_closest_marker("drawings") is None:
+    """Figures are converted to SVG in tests of reports and in separate processes only. Elsewhere pages and figures are made as
+    well, but matplotlib does not draw them: for a short training that takes longer than the training."""
+    if "/report/" not in request.node.nodeid:
         monkeypatch.setattr(canvas, "_draw", lambda figure, name: '<svg viewBox="0 0 1 1"></svg>')
