@@ -1,6 +1,6 @@
-"""A folder for PATH and JUPYTER_PATH, where `forgefield` and the kernels of notebooks start as warm processes do.
+"""A folder for PATH and JUPYTER_PATH, where `forgefield`, `torchrun` and the kernels of notebooks start as warm processes do.
 
-For tests in which other programs start these commands: a shell, mpirun, torchrun, Jupyter.
+For tests in which other programs start these commands: a shell, mpirun, Jupyter.
 """
 
 from __future__ import annotations
@@ -17,7 +17,12 @@ from threading import Thread
 
 from tests.support.warm import start_from
 
-MODULES = {"forgefield": "forgefield", "kernel": "ipykernel_launcher", "train-many": "tests.support.train_many"}
+MODULES = {
+    "forgefield": "forgefield",
+    "torchrun": "torch.distributed.run",
+    "kernel": "ipykernel_launcher",
+    "train-many": "tests.support.train_many",
+}
 """What the commands run, by name."""
 COMMAND = '''#!{python} -ISs
 """Has `python -m MODULE ...` run by a warm process, and ends as that does."""
