@@ -123,7 +123,7 @@ def bare_step(config: Config, *, precision: str | None = None, data: FrameData |
     task, potential, training = problem.task, problem.model, config.training
     potential.train().to(device)
     groups = parameter_groups(potential, training.lr_groups or {}, training.lr)
-    optimiser = build_optimiser(training.optimizer, groups, lr=training.lr)
+    optimiser = build_optimiser(training.optimizer, groups, lr=training.lr, module=potential)
     average = weight_average(potential, training)
     if average is not None:
         average.to(device)

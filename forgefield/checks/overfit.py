@@ -154,7 +154,7 @@ def overfit_config(config: Config, *, steps: int, goal: float) -> OverfitResult:
     edges = config.training.kernels.edges
     engine = Engine(StepFunction(potential, task, errors, shapes=batch_shapes(data.train.fields), edge_kernels=edges))
     parameters = [p for p in potential.parameters() if p.requires_grad]
-    optimiser = build_optimiser(config.training.optimizer, parameters, lr=config.training.lr)
+    optimiser = build_optimiser(config.training.optimizer, parameters, lr=config.training.lr, module=potential)
     if isinstance(optimiser, torch.optim.LBFGS):
         raise ForgefieldError(
             "check --overfit: LBFGS is not supported, which evaluates a step several times; use another training.optimizer."

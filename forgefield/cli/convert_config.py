@@ -1,4 +1,4 @@
-"""Convert an input file of DeePMD-kit or a config of NequIP or Allegro to a commented Forgefield config of the same training.
+"""Convert an input of DeePMD-kit, a config of NequIP or Allegro, or a script of Open MatSciML to a commented Forgefield config.
 
 `forgefield train input.json` also works without conversion; both give the same training. MACE's options are not converted:
 `forgefield init train.xyz` writes a config for its data; the page "Coming from MACE" of the documentation lists the options.
@@ -15,6 +15,7 @@ examples:
   forgefield convert-config input.json
   forgefield convert-config input.json -o water.yaml
   forgefield convert-config nequip.yaml -o water.yaml
+  forgefield convert-config train_lips.py -o lips.yaml
   forgefield train water.yaml
 """
 
@@ -25,7 +26,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "input",
         metavar="INPUT",
         type=Path,
-        help="input of DeePMD-kit (.json, .yaml) or config of NequIP or Allegro (.yaml)",
+        help="input of DeePMD-kit (.json, .yaml), config of NequIP or Allegro (.yaml), or script of Open MatSciML (.py)",
     )
     parser.add_argument("-o", "--out", metavar="FILE", type=Path, help="config to write (default: print it)")
     parser.add_argument(

@@ -141,14 +141,17 @@ def _require_config_file(args: argparse.Namespace) -> None:
 
 
 def _print_notes(config: Path, overrides: list[str]) -> None:
-    """Print how keys of an input of DeePMD-kit or NequIP that do not correspond to a setting are treated."""
+    """Print how keys of an input of another program that do not correspond to a setting are treated."""
     from forgefield.config.deepmd import is_deepmd_input, read_input, translation
     from forgefield.config.loading import given_species
+    from forgefield.config.matsciml import is_matsciml_script, matsciml_translation
     from forgefield.config.nequip import is_nequip_config, nequip_translation
 
-    content = read_input(config)
-    notes: dict[str, str] = {}
-    if is_deepmd_input(content):
+    is_script = is_matsciml_script(config)
+    content, notes = {} if is_script else read_input(config), dict[str, str]()
+    if is_script:
+        notes = matsciml_translation(config).notes
+    elif is_deepmd_input(content):
         notes = translation(content, config, given_species(overrides)).notes
     elif is_nequip_config(content):
         notes = nequip_translation(content, config).notes

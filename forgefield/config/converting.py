@@ -8,6 +8,8 @@ from pathlib import Path
 from forgefield.config.deepmd import is_deepmd_input, read_input, translation
 from forgefield.config.deepmd.translation import COMMENTS as DEEPMD_COMMENTS
 from forgefield.config.loading import load_config
+from forgefield.config.matsciml import COMMENTS as MATSCIML_COMMENTS
+from forgefield.config.matsciml import is_matsciml_script, matsciml_translation
 from forgefield.config.nequip import is_nequip_config, nequip_translation
 from forgefield.config.nequip.translation import COMMENTS as NEQUIP_COMMENTS
 from forgefield.config.template import require_config_path, write_config, yaml_with_comments
@@ -20,15 +22,21 @@ _MACE = {"r_max", "train_file", "E0s", "max_num_epochs"}
 def convert_input(
     file: Path, out: Path | None = None, *, overwrite: bool = False, species: Sequence[str] | None = None
 ) -> str:
-    """The config of an input of DeePMD-kit, NequIP or Allegro as commented YAML, which is written to `out` if that is a path.
+    """The config of an input of DeePMD-kit, NequIP, Allegro or Open MatSciML as commented YAML, written to `out` if that is a
+    path.
 
     Relative paths remain as they are if they are valid for the config, and become absolute otherwise. species: elements of the
     atom types of an input of DeePMD-kit, in their order, if their names do not tell them.
     """
     if out is not None:
         require_config_path(out, overwrite=overwrite)
-    content, sets = read_input(file), ["train", "val"]
-    if is_nequip_config(content):
+    is_script, sets = is_matsciml_script(file), ["train", "val"]
+    content = {} if is_script else read_input(file)
+    if is_script:
+        translated, comments = matsciml_translation(file), MATSCIML_COMMENTS
+        sets.append("test")
+        kind = "a script of Open MatSciML"
+    elif is_nequip_config(content):
         translated, comments = nequip_translation(content, file), NEQUIP_COMMENTS
         sets.append("test")
         kind = "a config of NequIP"
@@ -44,7 +52,7 @@ def convert_input(
     else:
         raise ForgefieldError(
             f"{file} is not an input of DeePMD-kit, which has the sections 'training' and 'model' with a type_map, nor of "
-            "NequIP, which has 'data', 'trainer' and 'training_module'."
+            "NequIP, which has 'data', 'trainer' and 'training_module', nor a script that names matsciml."
         )
     checked = load_config(file, [f"data.species=[{','.join(species)}]"] if species else [])
     values = translated.config

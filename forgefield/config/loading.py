@@ -36,6 +36,7 @@ from forgefield.config.checking import (
 from forgefield.config.components import also_look_in
 from forgefield.config.deepmd import is_deepmd_input, read_input, translate
 from forgefield.config.hydra import DEFAULTS, ENTRY, RESOLVERS, USER, hydra_for, register_resolvers, store
+from forgefield.config.matsciml import is_matsciml_script, matsciml_translation
 from forgefield.config.nearest import did_you_mean
 from forgefield.config.nequip import is_nequip_config, nequip_translation
 from forgefield.config.sources import Sources, first_line, read_text, read_yaml
@@ -166,6 +167,8 @@ def _read(source: Source | None, overrides: Sequence[str]) -> tuple[Sources, dic
         return Sources(), {}, Path.cwd()
     if isinstance(source, (str, Path)):
         path = Path(source).expanduser()
+        if is_matsciml_script(path):
+            return Sources(main=path, translated=True), matsciml_translation(path).config, path.absolute().parent
         content = read_input(path)
         if is_deepmd_input(content):
             return (

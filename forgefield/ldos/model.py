@@ -104,6 +104,8 @@ class LDOSNetwork(nn.Module):
 
     samples = "points"
     Options = LDOSOptions
+    weights_are_out_in = True
+    """Shapes of weight matrices are (out, in), as in torch's layers."""
 
     def __init__(
         self, options: LDOSOptions, facts: PointFacts, *, dtype: torch.dtype, generator: torch.Generator | None = None

@@ -128,6 +128,9 @@ class AtomisticModel(nn.Module):
     adaptive_cutoff: float | None = None
     """Radius up to which isolated atoms look for neighbours, A; None where the cutoff is the same for all atoms."""
 
+    grows_to_nearest: bool = False
+    """Whether the adaptive cutoff of an isolated atom ends near its nearest neighbours instead of at the limit."""
+
     only_edge_vectors: bool = False
     """Whether energies depend on positions and cells through the edge vectors alone. Forces and stress are then derivatives in
     the edge vectors, which is faster; otherwise in positions and strain."""

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 from ase.data import atomic_numbers
 
 from forgefield.config.nearest import did_you_mean
-from forgefield.config.option import limits_of
+from forgefield.config.option import limits_of, option
 from forgefield.config.peer_terms import KEYS
 from forgefield.errors import ForgefieldError
 
@@ -178,6 +178,9 @@ class TermOptions:
     """Train the scales."""
     energy_shifts_trainable: bool = False
     """Train the shifts."""
+    adaptive_radius: str | None = option(None, choices=(None, "nearest", "limit"))
+    """With data.adaptive_cutoff, how far the cutoff of an isolated atom grows: until its nearest neighbours count fully
+    (nearest, the default) or to the limit. Runs whose record does not contain this option use the limit."""
     zbl: bool | dict[str, float] = False
     """Add the ZBL repulsion of nuclei; {polynomial_cutoff_p: 6} sets its envelope."""
 

@@ -92,7 +92,8 @@ class Predictor(Potential):
 
     def _edge_geometry(self, batch: Batch) -> EdgeGeometry:
         edges = EdgeContext(edge_vectors(batch), batch)
-        return edge_geometry(edges.vectors, edges.graph, self.cutoff, self.adaptive_cutoff)
+        to_nearest = self.interface.grows_to_nearest
+        return edge_geometry(edges.vectors, edges.graph, self.cutoff, self.adaptive_cutoff, to_nearest=to_nearest)
 
     def _require_features(self) -> int:
         """How many features the model has; raises where it cannot do what the task needs."""

@@ -6,8 +6,9 @@ plus its scale times the output of the network, so an atom without neighbours ha
 With `data.adaptive_cutoff` the cutoff grows where an atom would be isolated. An atom's coordination is a smooth count of its
 neighbours within the cutoff; it determines how isolated the atom is and the radius of each of its pairs, between the cutoff and
 the limit. The interaction of a pair ends at its own radius, which changes smoothly with the positions, so that energy and
-forces are continuous when atoms enter or leave. The edge list of the data layer contains all pairs within their radius, and
-therefore all pairs within the cutoff.
+forces are continuous when atoms enter or leave. The radius of an isolated atom is no larger than its nearest neighbours require
+(`adaptive_radius: nearest`). The edge list of the data layer contains all pairs within the radius that grows to the limit, and
+therefore all pairs within their own radius and within the cutoff.
 """
 
 from __future__ import annotations
@@ -63,6 +64,7 @@ class SpeciesTerms(RegisteredModel[OptionsT]):
     def __init__(self, options: OptionsT, species: Sequence[str], cutoff: float, adaptive_cutoff: float | None) -> None:
         super().__init__(options, species=species, cutoff=cutoff, adaptive_cutoff=adaptive_cutoff)
         self._zbl = options.zbl
+        self.grows_to_nearest = options.adaptive_radius == "nearest"
         self.register_trainable(
             "energy_scales", self._per_species(options.energy_scales, 1.0), options.energy_scales_trainable
         )
@@ -91,7 +93,12 @@ class SpeciesTerms(RegisteredModel[OptionsT]):
             raise ForgefieldError(
                 "model.per_edge_type_cutoff and data.adaptive_cutoff cannot be used together; set one of them to null."
             )
-        return cls.complete_options(options, species, cutoff, statistics)
+        if adaptive_cutoff is None and options.adaptive_radius is not None:
+            raise ForgefieldError("model.adaptive_radius needs data.adaptive_cutoff, which is not set; leave it out.")
+        completed = cls.complete_options(options, species, cutoff, statistics)
+        if adaptive_cutoff is not None and completed.adaptive_radius is None:
+            completed = replace(completed, adaptive_radius="nearest")
+        return completed
 
     @classmethod
     def complete_options(
@@ -131,7 +138,8 @@ class SpeciesTerms(RegisteredModel[OptionsT]):
         """Lengths of the edge vectors (n_edges, 3), A, also in units of the radius at which each interaction ends."""
         lengths = torch.linalg.vector_norm(vectors, dim=1)
         if self.adaptive_cutoff is not None:
-            radii = pair_radii(lengths, graph, self.cutoff, self.adaptive_cutoff)
+            limit, to_nearest = self.adaptive_cutoff, self.grows_to_nearest
+            radii = pair_radii(lengths, graph, self.cutoff, limit, to_nearest=to_nearest)
             return PairLengths(lengths, lengths / radii, radii)
         return PairLengths(lengths, lengths * self.inverse_cutoffs(species, graph), None)
 
@@ -176,17 +184,38 @@ SWITCH_START = 0.7
 """Fraction of the cutoff up to which a neighbour counts fully; the same number as in the data layer."""
 
 
-def pair_radii(lengths: Tensor, graph: EdgeGraph, cutoff: float, limit: float) -> Tensor:
+NEAREST_P = 16.0
+"""Exponent of the power mean in place of the smallest distance: hundreds of neighbours at one distance are still one shell."""
+
+
+def pair_radii(lengths: Tensor, graph: EdgeGraph, cutoff: float, limit: float, *, to_nearest: bool = False) -> Tensor:
     """(n_edges,) radius of every edge's pair, A, float64; equal to `cutoff` where neither atom is isolated.
 
-    lengths: (n_edges,), A, of a list that contains every edge within the cutoff.
+    lengths: (n_edges,), A, of a list that contains every edge within the radius without `to_nearest`.
     limit: largest radius, A.
+    to_nearest: whether the radius of an isolated atom is such that its nearest neighbours count fully, instead of the limit.
     """
     x = (lengths / cutoff - SWITCH_START) / (1 - SWITCH_START)
     coordination = segment_sum(1 - _smoothstep(x), graph.by_destination)
     bonded = _smoothstep(coordination)
     both_bonded = gather(bonded, graph.by_destination) * gather(bonded, graph.by_source)
-    return cutoff + (limit - cutoff) * (1 - both_bonded)
+    radii = cutoff + (limit - cutoff) * (1 - both_bonded)
+    if not to_nearest:
+        return radii
+    growth = (1 - bonded) * (_needed_radii(lengths, radii, graph, cutoff, limit) - cutoff).clamp(min=0.0)
+    one, other = gather(growth, graph.by_destination), gather(growth, graph.by_source)
+    return cutoff + one + other - one * other / (limit - cutoff)
+
+
+def _needed_radii(lengths: Tensor, largest: Tensor, graph: EdgeGraph, cutoff: float, limit: float) -> Tensor:
+    """(n_atoms,) radius at which the nearest neighbours of each atom count fully, A; `limit` for atoms without any.
+
+    Neighbours at less than `SWITCH_START` of the cutoff count as if they were there: their atoms are not isolated. largest:
+    (n_edges,), A, where the edges of the list end; their weights are zero there, so nothing jumps.
+    """
+    x = lengths.clamp(min=SWITCH_START * cutoff) / (SWITCH_START * limit)
+    weights = polynomial_cutoff(lengths / largest, 6.0) * x**-NEAREST_P
+    return limit * (1 + segment_sum(weights, graph.by_destination)) ** (-1 / NEAREST_P)
 
 
 def adaptive_bessel_basis(lengths: Tensor, radii: Tensor, limit: float, frequencies: Tensor, p: float) -> Tensor:

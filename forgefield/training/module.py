@@ -353,7 +353,9 @@ class TrainingModule(L.LightningModule):
 
     def configure_optimizers(self) -> OptimizerLRScheduler:
         lr = self.options.lr * self.lr_factor
-        optimiser = build_optimiser(self.options.optimizer, self.executor.parameter_groups(lr), lr=lr)
+        optimiser = build_optimiser(
+            self.options.optimizer, self.executor.parameter_groups(lr), lr=lr, module=self.executor.model
+        )
         self.executor.check_optimiser(optimiser)
         if isinstance(self.ema, ScheduleFreeAverage) and isinstance(optimiser, ScheduleFree):
             self.ema.bind(optimiser)

@@ -150,7 +150,8 @@ class TrainingOptions:
     """How learning rates depend on the number of processes N: not at all, multiplied by sqrt(N), or by N."""
     optimizer: str | dict[str, Any] = "adam"
     """Name of a PyTorch optimiser, an import path, or {name: adamw, weight_decay: 1e-3, ...}. AdamWScheduleFree,
-    RAdamScheduleFree and SGDScheduleFree need neither a scheduler nor `ema`."""
+    RAdamScheduleFree and SGDScheduleFree need neither a scheduler nor `ema`. Muon trains matrices of hidden layers, and AdamW
+    the rest: {name: Muon, momentum: 0.95, weight_decay: 0, adamw_factor: 1, ...}."""
     scheduler: str | dict[str, Any] | None = None
     """Learning-rate scheduler: the name of a PyTorch scheduler, or {name: ReduceLROnPlateau, patience: 20, ..., interval:
     epoch|step}; {name: SequentialLR, milestones: [5], schedulers: [{name: LinearLR, ...}, {name: StepLR, ...}]} and
@@ -214,7 +215,8 @@ class TrainingOptions:
     whose uncertainties are deviations: 4, or {size: 4, bootstrap: true, together: 2}. bootstrap: each on its own draw of the
     training frames; together: how many are trained at the same time (default: all on a GPU, one on a CPU)."""
     tensorboard: int = option(1, choices=(0, 1, 2))
-    """TensorBoard output: 0 none, 1 losses and learning rate, 2 also histograms of weights and gradients."""
+    """TensorBoard output: 0 none, 1 losses and learning rate, 2 also histograms of weights and gradients, which are then sent
+    to wandb too if `trainer.logger` names its logger."""
 
 
 def measures_maxima(training: TrainingOptions) -> bool:

@@ -16,6 +16,7 @@ from forgefield.training.engines.verify import largest_difference
 from forgefield.training.optim import captured_update
 from forgefield.training.optim.averages import WeightAverage
 from forgefield.training.optim.captured_optimiser import CapturedOptimiser
+from forgefield.training.optim.optimisers import build_optimiser
 from forgefield.training.precision import Precision
 from tests.support.engine_cases import labelled, potential_of, step_function
 from tests.support.gpu_batches import SIZES, on_gpu
@@ -110,6 +111,29 @@ def test_captured_updates_are_those_of_the_optimiser(name):
             optimiser.param_groups[0]["lr"] = 0.1 / (1 + step)
             optimiser.step()
         torch.testing.assert_close(weights[0], weights[1], rtol=1e-6, atol=1e-7)
+
+
+def test_captured_updates_of_muon_are_those_of_its_steps():
+    """A matrix takes Muon's steps, a vector AdamW's."""
+    modules = [torch.nn.Linear(3, 4).double().cuda() for _ in range(2)]
+    modules[1].load_state_dict(modules[0].state_dict())
+    spec = {"name": "Muon", "weight_decay": 0.01, "adamw_factor": 0.5}
+    plain, graphed = (build_optimiser(spec, list(m.parameters()), lr=0.1, module=m) for m in modules)
+    CapturedOptimiser(graphed, None)
+    places = [torch.zeros_like(parameter) for parameter in modules[0].parameters()]
+    for step in range(6):
+        for number, place in enumerate(places):
+            numbers = torch.arange(place.numel(), dtype=torch.float64, device="cuda").view(place.shape)
+            place.copy_(torch.sin(numbers * (step + 1) + number))
+        for module in modules:
+            for parameter, place in zip(module.parameters(), places):
+                parameter.grad = place
+        for optimiser in (plain, graphed):
+            for group in optimiser.param_groups:
+                group["lr"] = group["factor"] * 0.1 / (1 + step) if "factor" in group else 0.1 / (1 + step)
+            optimiser.step()
+        for one, other in zip(modules[0].parameters(), modules[1].parameters()):
+            torch.testing.assert_close(one, other, rtol=1e-9, atol=1e-12)
 
 
 class Trained:

@@ -91,6 +91,33 @@ def test_the_edge_list_is_exactly_that_of_the_radii_of_the_model(seed, n, box, p
             torch.testing.assert_close(r, kept[int(i), int(j)], rtol=1e-12, atol=0)
 
 
+@pytest.mark.parametrize("distance", [2.05, 2.6, 3.3, 5.0])
+def test_the_radius_of_an_isolated_atom_is_no_larger_than_its_nearest_neighbour_requires(distance):
+    """A pair far from a molecule, with a limit far beyond it; the atoms of the molecule keep their cutoff."""
+    limit, start = 20.0, terms.SWITCH_START
+    atoms = [[0, 0, 0], [0.9, 0, 0], [0.2, 0.9, 0], [0, 0, 9.0], [0, distance, 9.0]]
+    batch = batch_of(molecule(atoms, [8, 1, 1, 1, 1]), GraphOptions(CUTOFF, adaptive_cutoff=limit))
+    lengths, graph = lengths_and_graph(batch)
+    radii = pair_radii(lengths, graph, CUTOFF, limit, to_nearest=True)
+    by_pair = {(int(i), int(j)): float(r) for i, j, r in zip(graph.destination, graph.source, radii)}
+    assert distance < by_pair[3, 4] <= 2 * (distance / start - CUTOFF) + CUTOFF
+    assert by_pair[3, 0] == pytest.approx(distance / start, rel=0.02)
+    assert [by_pair[pair] for pair in ((0, 1), (1, 2), (2, 0))] == [CUTOFF] * 3
+    assert (radii <= pair_radii(lengths, graph, CUTOFF, limit)).all()
+
+
+def test_runs_recorded_without_the_option_keep_the_radius_that_grows_to_the_limit():
+    batch = batch_of(water_and_visitor(2.55))
+    new, limit = adaptive_potential(), adaptive_potential(adaptive_radius="limit")
+    given = {**TINY, "energy_shifts": SHIFTS, "adaptive_radius": "limit"}
+    resolved = resolve_model(given, species=SPECIES, cutoff=CUTOFF, adaptive_cutoff=LIMIT, statistics=STATISTICS)
+    old = build_model({k: v for k, v in resolved.items() if k != "adaptive_radius"}, precision="float64", seed=0).eval()
+    energies = [float(potential(batch, forces=False)["energy"]) for potential in (old, limit, new)]
+    assert energies[0] == energies[1] != energies[2]
+    with pytest.raises(ForgefieldError, match=r"model\.adaptive_radius needs data\.adaptive_cutoff"):
+        resolve_model(given, species=SPECIES, cutoff=CUTOFF, statistics=STATISTICS)
+
+
 def test_both_sides_use_the_same_functions():
     assert terms.SWITCH_START == numpy_graph.SWITCH_START
     rng = np.random.default_rng(0)
@@ -164,10 +191,10 @@ def steps_of_a_scan(potential: Potential, options: GraphOptions, start: float, s
     return abs(np.diff(energies)).max(), abs(np.diff(forces, axis=0)).max(), len(lists)
 
 
-@pytest.mark.parametrize("seed", [0, 1])
-def test_energy_and_forces_do_not_jump_while_an_atom_leaves(seed):
+@pytest.mark.parametrize(("seed", "radius"), [(0, "nearest"), (1, "nearest"), (1, "limit")])
+def test_energy_and_forces_do_not_jump_while_an_atom_leaves(seed, radius):
     """The largest step of a scan shrinks with its spacing (a function without jumps and with bounded slope)."""
-    potential = adaptive_potential(seed=seed)
+    potential = adaptive_potential(seed=seed, adaptive_radius=radius)
     start, stop = 1.3, 4.9
     coarse = steps_of_a_scan(potential, OPTIONS, start, stop, 80)
     fine = steps_of_a_scan(potential, OPTIONS, start, stop, 320)
@@ -178,7 +205,7 @@ def test_energy_and_forces_do_not_jump_while_an_atom_leaves(seed):
 
 def test_the_scan_would_see_a_jump():
     """The same scan with the list cut off in the midst of the interaction: the test above can fail."""
-    potential = adaptive_potential()
+    potential = adaptive_potential(adaptive_radius="limit")
     short = GraphOptions(CUTOFF * 0.8)
     coarse = steps_of_a_scan(potential, short, 1.3, 4.9, 80)
     fine = steps_of_a_scan(potential, short, 1.3, 4.9, 320)

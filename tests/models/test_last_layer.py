@@ -31,6 +31,8 @@ MODELS = {
     "painn": {"name": "painn", "num_features": 8},
     "egnn": {"name": "egnn", "num_features": 8},
     "cgcnn": {"name": "cgcnn", "num_features": 8},
+    "tensornet": {"name": "tensornet", "num_features": 8},
+    "m3gnet": {"name": "m3gnet", "num_features": 8},
 }
 
 

@@ -34,8 +34,12 @@ LOSSES: dict[str, dict[str, Any]] = {
     "by species": {"energy": {}, "forces": {"species_weights": {"Cu": 3.0, "Au": 0.25}}},
     "one species only": {"forces": {"species_weights": {"Au": 0.0}}},
     "two batches a step": {"energy": {}, "forces": {"weight": 10.0}, "stress": {"weight": 5.0}},
+    "muon": {"energy": {}, "forces": {}},
 }
-TRAINING: dict[str, dict[str, Any]] = {"two batches a step": {"accumulate": 2}}
+TRAINING: dict[str, dict[str, Any]] = {
+    "two batches a step": {"accumulate": 2},
+    "muon": {"optimizer": {"name": "Muon", "adamw_eps": 1e-3}},
+}
 
 
 @pytest.fixture(scope="module")

@@ -83,6 +83,8 @@ MODELS: dict[str, dict[str, Any]] = {
     "egnn": {"name": "egnn", "num_layers": 3, "num_features": 6},
     "egnn at rest": {"name": "egnn", "num_layers": 2, "num_features": 6, "update_coordinates": False},
     "cgcnn": {"name": "cgcnn", "num_layers": 3, "num_features": 6},
+    "tensornet": {"name": "tensornet", "num_layers": 2, "num_features": 4},
+    "m3gnet": {"name": "m3gnet", "num_layers": 3, "num_features": 4},
 }
 
 

@@ -16,6 +16,10 @@ LOSSES = {
     "MetricsManager": (),
 }
 TYPE_NAMES = "training_module.model.type_names"
+BY_TYPE = (
+    "averages the errors of each type first, over the types that a batch happens to contain, so that the loss depends on how "
+    "frames are divided among batches and processes; use task.forces.species_weights, such as one over the share of a type"
+)
 MISSING_LABELS = "labels that are missing (NaN) never count."
 METRICS = ("EnergyForceMetrics", "EnergyForceStressMetrics", "EnergyOnlyMetrics", "MetricsManager")
 FIELDS = {"total_energy": "energy", "forces": "forces", "stress": "stress", "virial": "virial"}
@@ -56,7 +60,7 @@ class LossTranslation:
         if by_type:
             raise section.refused(
                 "per_type_forces_coeffs",
-                "averages the errors of each type first; use task.forces.species_weights instead",
+                BY_TYPE,
             )
         section.only("extra_metrics", None, "give all terms of the loss in a MetricsManager")
         for theirs, target in FIELDS.items():
@@ -92,7 +96,7 @@ class LossTranslation:
             raise item.refused("field", f"is {field} a second time; a target has one loss")
         item.note("ignore_nan", MISSING_LABELS, unless=[False])
         if item.flag("per_type", False) or item.mapping("per_type_coeffs"):
-            raise item.refused("per_type", "averages the errors of each type first; use task.forces.species_weights")
+            raise item.refused("per_type", BY_TYPE)
         name = ("per_atom_energy" if per_atom else field) + f"_{kind}"
         self.names[str(item.text("name", name))] = FIELDS[field]
         self.task[FIELDS[field]] = target

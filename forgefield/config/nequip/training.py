@@ -11,6 +11,7 @@ from forgefield.errors import ForgefieldError
 MODULES = ("EMALightningModule", "NequIPLightningModule", "ScheduleFreeLightningModule")
 MONITOR = "val0_epoch/weighted_sum"
 OPTIMISERS = ("Adam", "AdamW", "SGD", "RAdam", "NAdam", "Adagrad", "Adamax", "RMSprop", "Adadelta", "Rprop", "ASGD")
+MUON = "MuonWithAuxAdam"
 SCHEDULE_FREE = {"AdamWScheduleFree": 0.0025, "RAdamScheduleFree": 0.0025, "SGDScheduleFree": 1.0}
 """Optimisers of the package schedulefree, and their learning rates by default."""
 SCHEDULERS = (
@@ -64,7 +65,7 @@ def translate_module(section: NequIPSection, names: list[str]) -> tuple[dict[str
     loss = section.below("loss")
     if loss is None:
         raise ForgefieldError(f"{section.file}: '{section.path('loss')}' is missing.")
-    optimisers = OPTIMISERS if kind != "ScheduleFreeLightningModule" else tuple(SCHEDULE_FREE)
+    optimisers = (*OPTIMISERS, MUON) if kind != "ScheduleFreeLightningModule" else tuple(SCHEDULE_FREE)
     training |= _optimiser(section.below("optimizer"), optimisers)
     scheduler = section.below("lr_scheduler")
     if scheduler is not None:
@@ -80,10 +81,39 @@ def _optimiser(section: NequIPSection | None, classes: tuple[str, ...]) -> dict[
     if section is None:
         return {"lr": 0.001, "optimizer": {"name": "Adam"}}
     name = section.target(classes)
+    if name == MUON:
+        return _muon(section)
     rate = section.number("lr", SCHEDULE_FREE.get(name, 0.001), above=0)
     section.note("foreach", "parameters are always updated together.")
     options = {key: section.take(key) for key in section.names()}
     return {"lr": rate, "optimizer": {"name": name, **options}}
+
+
+def _muon(section: NequIPSection) -> dict[str, Any]:
+    """Muon for matrices and AdamW for the rest, with the parameters that NequIP gives to each."""
+    groups = section.below("param_groups")
+    if groups is None:
+        raise section.refused("param_groups", "is missing; it is an object MuonParamGroups")
+    groups.target(("MuonParamGroups",))
+    muon, adam = groups.below("muon"), groups.below("adam")
+    if muon is None or adam is None:
+        raise groups.refused("muon" if muon is None else "adam", "is missing")
+    rate, other = muon.number("lr", 0.02, above=0), adam.number("lr", 0.0003, above=0)
+    options = {
+        "momentum": muon.number("momentum", 0.95, at_least=0, below=1),
+        "weight_decay": muon.number("weight_decay", 0.0, at_least=0),
+        "scale_by": "inputs",
+        "adamw_factor": other / rate,
+        "adamw_betas": [float(beta) for beta in adam.take("betas") or (0.9, 0.95)],
+        "adamw_eps": adam.number("eps", 1e-10, above=0),
+        "adamw_weight_decay": adam.number("weight_decay", 0.0, at_least=0),
+    }
+    for part in (muon, adam, groups, section):
+        part.finish()
+    section.notes[section.path("_target_")] = (
+        "steps are orthogonalised in the precision of the weights, not in bfloat16."
+    )
+    return {"lr": rate, "optimizer": {"name": "Muon", **options}}
 
 
 def _scheduler(section: NequIPSection) -> dict[str, Any]:

@@ -53,6 +53,12 @@ def nequip_translation(content: Mapping[str, Any], file: Path) -> Translation:
     if model_section is None:
         raise ForgefieldError(f"{file}: 'training_module.model' is missing.")
     model = translate_model(model_section)
+    if training["optimizer"]["name"] == "Muon" and model.options["name"] != "nequip":
+        raise module.refused(
+            "optimizer",
+            "is MuonWithAuxAdam for a model other than NequIPGNNModel, whose matrices have other names; use "
+            "training.optimizer: {name: Muon}",
+        )
     symbols = _symbols(data, model, file)
     weights = weighted_sum(module.below("val_metrics"), symbols)
     module.finish()

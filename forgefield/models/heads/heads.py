@@ -205,13 +205,15 @@ class EdgeGeometry:
     envelope: Tensor
 
 
-def edge_geometry(vectors: Tensor, graph: EdgeGraph, cutoff: float, adaptive_cutoff: float | None) -> EdgeGeometry:
-    """vectors: (n_edges, 3), A, of the edges of `graph`. cutoff, adaptive_cutoff: A."""
+def edge_geometry(
+    vectors: Tensor, graph: EdgeGraph, cutoff: float, adaptive_cutoff: float | None, *, to_nearest: bool = False
+) -> EdgeGeometry:
+    """vectors: (n_edges, 3), A, of the edges of `graph`. cutoff, adaptive_cutoff: A. to_nearest: see `pair_radii`."""
     lengths = vectors.square().sum(1).sqrt()
     limit = cutoff if adaptive_cutoff is None else adaptive_cutoff
     radii: Tensor | float = cutoff
     if adaptive_cutoff is not None:
-        radii = pair_radii(lengths, graph, cutoff, adaptive_cutoff)
+        radii = pair_radii(lengths, graph, cutoff, adaptive_cutoff, to_nearest=to_nearest)
     envelope = polynomial_cutoff(lengths / radii, ENVELOPE)
     waves = torch.arange(1, N_BASIS + 1, dtype=lengths.dtype, device=lengths.device) * (math.pi / limit)
     basis = torch.sin(lengths.unsqueeze(1) * waves) * (envelope * limit / (math.pi * lengths)).unsqueeze(1)

@@ -1,4 +1,4 @@
-"""Base of networks with invariant and vector messages (SchNet, PaiNN, EGNN, CGCNN): options, dense layers, one pass.
+"""Base of networks with messages along edges (SchNet, PaiNN, EGNN, CGCNN, TensorNet, M3GNet): options, dense layers, one pass.
 
 Messages are sent along the edges of the batch, including periodic images, and are multiplied by an envelope that is zero at the
 cutoff, so that energies are smooth. One isolated atom of each species is added to every batch and its energy is subtracted: an
@@ -14,7 +14,7 @@ import math
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, ClassVar, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -68,6 +68,7 @@ class Dense(nn.Module):
     """Layers of weights (in, out) and biases, with the activation between layers.
 
     bias: whether layers have biases, which are initially zero; weights have variance 1 / in.
+    last_bias: whether the last layer has one, too.
     ends_active: whether the activation is also applied after the last layer.
     """
 
@@ -79,6 +80,7 @@ class Dense(nn.Module):
         generator: torch.Generator,
         dtype: torch.dtype,
         bias: bool = True,
+        last_bias: bool = True,
         ends_active: bool = False,
     ) -> None:
         super().__init__()
@@ -87,7 +89,8 @@ class Dense(nn.Module):
             nn.Parameter(unit_normal(n_in, n_out, generator=generator, dtype=dtype) / math.sqrt(n_in))
             for n_in, n_out in itertools.pairwise(widths)
         )
-        self.biases = nn.ParameterList(nn.Parameter(torch.zeros(n, dtype=dtype)) for n in widths[1:] if bias)
+        with_bias = (widths[1:] if last_bias else widths[1:-1]) if bias else ()
+        self.biases = nn.ParameterList(nn.Parameter(torch.zeros(n, dtype=dtype)) for n in with_bias)
 
     def forward(self, x: Tensor) -> Tensor:
         return self.after_first(product(x, self.weights[0]))
@@ -96,7 +99,7 @@ class Dense(nn.Module):
         """As `forward`, from the product with the first weights on."""
         for number in range(len(self.weights)):
             x = product(x, self.weights[number]) if number else x
-            x = x + self.biases[number] if len(self.biases) else x
+            x = x + self.biases[number] if number < len(self.biases) else x
             if number < len(self.weights) - 1 or self.ends_active:
                 x = activate(self.activation, x)
         return x
@@ -115,6 +118,7 @@ class Surroundings(NamedTuple):
     graph: of all atoms, followed by one isolated atom of each species.
     envelope: (n, 1).
     lengths_over_reach: (n,), float64, lengths in units of the largest cutoff.
+    lengths_over_radius: (n,), float64, lengths in units of the radius at which the pair's interaction ends.
     directions: (n_edges, 3), unit vectors from centre to neighbour.
     vectors: (n_edges, 3), edge vectors in units of the largest cutoff.
     scale: (n_rows, 1), 1 / sqrt(mean number of neighbours).
@@ -125,6 +129,7 @@ class Surroundings(NamedTuple):
     graph: EdgeGraph
     envelope: Tensor
     lengths_over_reach: Tensor
+    lengths_over_radius: Tensor
     directions: Tensor
     vectors: Tensor
     scale: Tensor
@@ -163,6 +168,8 @@ class MessagePassing(SpeciesTerms[OptionsT], ABC):
     vector_dim: int = 0
     """Equivariant vectors of an atom."""
     activation = "silu"
+    readout_bias: ClassVar[bool] = True
+    """Whether the last layer has a bias, which cancels with that of the isolated atom; only for the state of earlier models."""
     embedding: nn.Parameter
     readout: Dense
 
@@ -183,7 +190,7 @@ class MessagePassing(SpeciesTerms[OptionsT], ABC):
         self.embedding = nn.Parameter(unit_normal(len(self.species), width, **make))
         self.layers = nn.ModuleList(self.make_layers(make))
         hidden = options.readout_mlp_width or max(1, width // 2)
-        self.readout = Dense([width, hidden, 1], self.activation, **make)
+        self.readout = Dense([width, hidden, 1], self.activation, last_bias=self.readout_bias, **make)
         self.feature_dim = width
 
     @classmethod
@@ -258,6 +265,7 @@ class MessagePassing(SpeciesTerms[OptionsT], ABC):
             graph=dataclasses.replace(graph, n_atoms=kinds.shape[0]),
             envelope=envelope,
             lengths_over_reach=lengths / self.reach,
+            lengths_over_radius=scaled,
             directions=directions,
             vectors=barrier((vectors / self.reach).to(dtype), switch),
             scale=self.feature_scale.to(dtype).index_select(0, kinds).unsqueeze(1),

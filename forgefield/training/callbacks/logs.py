@@ -17,8 +17,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import lightning as L
+import numpy as np
 import torch
 from lightning.pytorch.callbacks import Callback
+from lightning.pytorch.loggers import WandbLogger
 from lightning.pytorch.utilities.types import STEP_OUTPUT
 
 from forgefield.errors import ForgefieldError
@@ -226,10 +228,14 @@ class TensorBoardLog(ObservesSteps):
         step, now = trainer.global_step, time.time()
         self._waiting = [(name, float(value), step, now) for name, value in metrics.items()]
         if self.level >= 2:
-            for name, parameter in training_module(pl_module).trained.named_parameters():
-                self._writer.add_histogram(f"weights/{name}", parameter.detach(), trainer.global_step)
-            for name, gradient in self._gradients.items():
-                self._writer.add_histogram(f"gradients/{name}", gradient, trainer.global_step)
+            trained = training_module(pl_module).trained.named_parameters()
+            values = {f"weights/{name}": parameter.detach() for name, parameter in trained}
+            values |= {f"gradients/{name}": gradient for name, gradient in self._gradients.items()}
+            for name, tensor in values.items():
+                self._writer.add_histogram(name, tensor, trainer.global_step)
+            for logger in trainer.loggers:
+                if isinstance(logger, WandbLogger):
+                    _send_histograms(logger, values, trainer.global_step)
 
     def on_save_checkpoint(self, trainer: L.Trainer, pl_module: L.LightningModule, checkpoint: dict[str, Any]) -> None:
         self._write_waiting()
@@ -251,6 +257,22 @@ class TensorBoardLog(ObservesSteps):
         if self._writer is not None:
             self._writer.close()
             self._writer = None
+
+
+BINS = 64
+"""Of histograms that are sent to wandb."""
+
+
+def _send_histograms(logger: WandbLogger, values: Mapping[str, torch.Tensor], step: int) -> None:
+    """Send the distributions of the finite numbers in tensors."""
+    import wandb
+
+    histograms: dict[str, Any] = {}
+    for name, tensor in values.items():
+        numbers = tensor.double().flatten().cpu().numpy()
+        counted = np.histogram(numbers[np.isfinite(numbers)], bins=BINS)
+        histograms[name] = wandb.Histogram(np_histogram=counted)
+    logger.log_metrics(histograms, step)
 
 
 def tensorboard_writers(trainer: L.Trainer) -> list[SummaryWriter]:

@@ -10,7 +10,7 @@ from typing import Any, TypeVar
 
 import torch
 from lightning.pytorch.utilities.types import LRSchedulerConfigType
-from torch import Tensor
+from torch import Tensor, nn
 from torch.optim.lr_scheduler import (
     ChainedScheduler,
     CosineAnnealingLR,
@@ -23,6 +23,7 @@ from forgefield.config.components import check_signature, import_class
 from forgefield.config.nearest import did_you_mean
 from forgefield.config.trust import CONFIG
 from forgefield.errors import ForgefieldError
+from forgefield.training.optim.muon import Muon, muon_groups
 from forgefield.training.optim.schedule_free import SCHEDULE_FREE
 from forgefield.training.optim.schedules import SCHEDULES, StepSchedule
 
@@ -31,12 +32,16 @@ Spec = str | Mapping[str, Any]
 Parameters = list[torch.nn.Parameter] | list[dict[str, Any]]
 """Parameters, or groups of parameters with a learning rate for each."""
 T = TypeVar("T")
+ADDITIONAL: dict[str, type[torch.optim.Optimizer]] = {**SCHEDULE_FREE, "Muon": Muon}
+"""Optimisers of Forgefield by name; Muon takes the place of torch's, which trains nothing but matrices."""
 
 
-def build_optimiser(spec: Spec, parameters: Parameters, *, lr: float) -> torch.optim.Optimizer:
-    """The optimiser that `training.optimizer` describes."""
+def build_optimiser(
+    spec: Spec, parameters: Parameters, *, lr: float, module: nn.Module | None = None
+) -> torch.optim.Optimizer:
+    """The optimiser that `training.optimizer` describes. module: to which the parameters belong, for their names."""
     name, options = _name_and_options(spec, "training.optimizer")
-    cls = _find(torch.optim, name, torch.optim.Optimizer, "training.optimizer", SCHEDULE_FREE)
+    cls = _find(torch.optim, name, torch.optim.Optimizer, "training.optimizer", ADDITIONAL)
     if cls.__module__.partition(".")[0] == "schedulefree":
         raise ForgefieldError(
             f"training.optimizer: {name} has to be switched between training and evaluation; use name={cls.__name__}, "
@@ -45,11 +50,28 @@ def build_optimiser(spec: Spec, parameters: Parameters, *, lr: float) -> torch.o
     build: Callable[..., torch.optim.Optimizer] = cls
     if "lr" in options:
         raise ForgefieldError("training.optimizer.lr: set the learning rate with training.lr instead.")
+    if cls is Muon:
+        parameters = _muon_groups(module, parameters, options, lr)
     check_signature(cls, options, where="training.optimizer")
     try:
         return build(parameters, lr=lr, **options)
     except (TypeError, ValueError) as error:
         raise ForgefieldError(f"training.optimizer: {cls.__name__} cannot be built: {error}.") from error
+
+
+def _muon_groups(module: nn.Module | None, parameters: Parameters, options: dict[str, Any], lr: float) -> Parameters:
+    """Groups of parameters for Muon; removes the options that describe them."""
+    patterns, factor = options.pop("adamw", None), options.pop("adamw_factor", 1.0)
+    scale_by = options.pop("scale_by", "outputs")
+    if scale_by not in ("outputs", "inputs"):
+        raise ForgefieldError(f"training.optimizer.scale_by is {scale_by!r}; choose outputs or inputs.")
+    if patterns is not None and not (isinstance(patterns, list) and all(isinstance(item, str) for item in patterns)):
+        raise ForgefieldError(f"training.optimizer.adamw is {patterns!r}; it must be a list of patterns of names.")
+    if isinstance(factor, bool) or not isinstance(factor, (int, float)) or not factor > 0:
+        raise ForgefieldError(f"training.optimizer.adamw_factor is {factor!r}; it must be a positive number.")
+    if module is None:  # only the options are of interest
+        module, patterns = nn.ParameterList(p for p in parameters if isinstance(p, nn.Parameter)), None
+    return muon_groups(module, parameters, lr=lr, adamw=patterns, adamw_factor=float(factor), scale_by=scale_by)
 
 
 def build_scheduler(
@@ -280,7 +302,7 @@ def _find(
     aliases = {"plateau": "reducelronplateau", "cosine": "cosineannealinglr"}
     key = aliases.get(name.lower(), name.lower())
     if key not in classes:
-        names = [*additional, *sorted(value.__name__ for value in classes.values())]
+        names = list(dict.fromkeys([*additional, *sorted(value.__name__ for value in classes.values())]))
         raise ForgefieldError(
             f"{where}: unknown name '{name}'.{did_you_mean(name, names)} Available: {', '.join(names)}."
         )

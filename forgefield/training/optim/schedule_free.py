@@ -8,20 +8,21 @@ schedulefree 1.4.
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
+from abc import abstractmethod
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.optim import Optimizer
 from torch.optim.optimizer import ParamsT
+
+from forgefield.training.optim.stepping import SteppingOptimiser
 
 Group = dict[str, Any]
 """A group of parameters with its options."""
 
 
-class ScheduleFree(Optimizer, ABC):
+class ScheduleFree(SteppingOptimiser):
     """Base class: the sequences x, y, z and the weights of the average.
 
     The weight of step k (from 1) in the average is k^r lr_max^weight_lr_power, where lr_max is the largest learning rate so
@@ -46,12 +47,7 @@ class ScheduleFree(Optimizer, ABC):
     def directions(self, group: Group, step: int, weights: Sequence[Tensor]) -> list[Tensor]:
         """The steps for a learning rate of 1, without weight decay; updates the moments of the gradients."""
 
-    @torch.no_grad()
-    def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]
-        loss = None
-        if closure is not None:
-            with torch.enable_grad():
-                loss = closure()
+    def take_step(self) -> None:
         for group in self.param_groups:
             together: dict[tuple[float, ...], list[Tensor]] = {}
             for parameter in group["params"]:
@@ -62,7 +58,6 @@ class ScheduleFree(Optimizer, ABC):
                     together.setdefault((state["steps"], state["weight_sum"], state["lr_max"]), []).append(parameter)
             for (steps, weight_sum, lr_max), parameters in together.items():
                 self._step(group, int(steps) + 1, weight_sum, lr_max, parameters)
-        return loss
 
     def _step(self, group: Group, step: int, weight_sum: float, lr_max: float, weights: list[Tensor]) -> None:
         """One step of parameters with equal counters. step: counted from 1. weight_sum, lr_max: before it."""

@@ -230,6 +230,20 @@ def test_schedule_free_training_with_a_sequence_of_schedulers(file):
     forgefield.train(file, "training.uncertainty=false", "training.engine=eager", "training.tensorboard=0")
 
 
+def test_muon_with_the_groups_of_nequip(file):
+    content = yaml.safe_load(CONFIG)
+    groups = {"muon": {"lr": 0.01, "weight_decay": 1e-5}, "adam": {"lr": 0.002, "betas": [0.9, 0.99]}}
+    content["training_module"]["optimizer"] = {
+        "_target_": "nequip.train.MuonWithAuxAdam",
+        "param_groups": {"_target_": "nequip.model.MuonParamGroups", **groups},
+    }
+    training = nequip_translation(content, file).config["training"]
+    of_muon = {"momentum": 0.95, "weight_decay": 1e-5, "scale_by": "inputs", "adamw_factor": 0.2}
+    of_adamw = {"adamw_betas": [0.9, 0.99], "adamw_eps": 1e-10, "adamw_weight_decay": 0.0}
+    assert training["optimizer"] == {"name": "Muon", **of_muon, **of_adamw}
+    assert training["lr"] == 0.01
+
+
 @pytest.mark.parametrize(
     ("old", "new", "message"),
     [

@@ -138,7 +138,7 @@ def forces_of(shares: list[Data], local: list[np.ndarray], n_atoms: int) -> np.n
 
 
 @pytest.mark.parametrize("n_ranks", [1, 4])
-@pytest.mark.parametrize("name", ["nequip", "painn", "allegro", "deeppot"])
+@pytest.mark.parametrize("name", ["nequip", "painn", "allegro", "deeppot", "tensornet", "m3gnet"])
 def test_energies_and_forces_are_those_of_ase(tmp_path, name, n_ranks):
     run = write_run(tmp_path, name)
     file = write_mliap(run, tmp_path / "model.pt")

@@ -25,6 +25,8 @@ SMALL: dict[str, dict[str, Any]] = {
     "painn": {"num_bessels": 6},
     "egnn": {"attention": True},
     "cgcnn": {"num_gaussians": 6},
+    "tensornet": {"num_rbf": 6},
+    "m3gnet": {"max_n": 2},
 }
 
 
@@ -57,6 +59,8 @@ def test_every_law_is_kept(name):
         ("egnn", {"per_edge_type_cutoff": {"H": {"O": 2.5}}, "num_layers": 3}),
         ("egnn", {"update_coordinates": False}),
         ("cgcnn", {}),
+        ("tensornet", {"adaptive_cutoff": 4.0}),
+        ("m3gnet", {"per_edge_type_cutoff": {"H": {"O": 2.5}}, "three_body_basis": "smooth"}),
     ],
 )
 def test_tangent_form_gives_the_gradients_of_double_backward(name, more):
@@ -83,6 +87,8 @@ class Interpreted:
         ("painn", "double", 2),
         pytest.param("cgcnn", "tangent", 1, marks=pytest.mark.slow),
         pytest.param("egnn", "tangent", 2, marks=pytest.mark.slow),
+        ("tensornet", "double", 1),
+        pytest.param("m3gnet", "double", 1, marks=pytest.mark.slow),
     ],
 )
 def test_one_trace_of_the_step_serves_every_size(name, form, layers):
@@ -95,7 +101,7 @@ def test_one_trace_of_the_step_serves_every_size(name, form, layers):
         assert largest_difference(found, expected, function.trained)[0] < 1e-9, atoms
 
 
-@pytest.mark.parametrize("name", ["painn", "egnn"])
+@pytest.mark.parametrize("name", ["painn", "egnn", "tensornet"])
 def test_vectors_are_equivariant_and_come_with_the_features_of_the_same_pass(name):
     model, frame = potential_of(name).model, make_frame(5)
     turn, _ = np.linalg.qr(np.random.default_rng(0).standard_normal((3, 3)))

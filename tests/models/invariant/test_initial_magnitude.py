@@ -34,7 +34,7 @@ def initial_sizes(**model: Any) -> tuple[float, float]:
     return float(per_atom.square().mean().sqrt().detach()), float(out["forces"].square().mean().sqrt().detach())
 
 
-@pytest.mark.parametrize("name", ["schnet", "painn", "egnn", "cgcnn", "nequip", "allegro"])
+@pytest.mark.parametrize("name", ["schnet", "painn", "egnn", "cgcnn", "tensornet", "m3gnet", "nequip", "allegro"])
 def test_every_preset_starts_within_the_spread_of_the_labels(name):
     for preset in ("S", "M", "L"):
         assert preset in model_class(name).presets
