@@ -11,7 +11,7 @@ SPHINX := $(VENV)/.sphinx
 TRITON := $(VENV)/.triton
 # Tests of generated kernels, which run in Triton's interpreter where there is no GPU.
 KERNEL_TESTS := tests/kernels tests/ldos/training/test_fused.py tests/ldos/training/test_reference.py \
-  tests/training/engines/test_graphs_load.py tests/inference/engine
+  tests/training/engines/test_graphs_load.py tests/inference/engine --ignore=tests/kernels/cpu
 
 # make reference, make tutorials, make dist: generated pages, executed tutorials, sdist and wheel
 .PHONY: demo test docs linkcheck reference tutorials dist lint format clean

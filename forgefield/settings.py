@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from forgefield.config.option import seed_option
-from forgefield.config.sources import Sources, check_choice, wrong
+from forgefield.config.sources import Located, Sources, check_choice, wrong
 from forgefield.config.typed import select
 from forgefield.data.options import DataOptions, check_data
 from forgefield.errors import ForgefieldError
@@ -25,7 +25,7 @@ from forgefield.tuning.options import TuneOptions, check_tune
 
 
 @dataclass
-class Config:
+class Config(Located):
     """A config: its sections, and the settings at its top."""
 
     name: str | None = None

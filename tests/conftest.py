@@ -3,10 +3,13 @@
 import gc
 import os
 import tempfile
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
 import torch
+
+from forgefield.report import canvas
 
 pytest.register_assert_rewrite("tests.support")
 gc.disable()  # until everything has been imported
@@ -36,11 +39,18 @@ def _one_thread() -> None:
 
 
 @pytest.fixture(autouse=True, scope="session")
-def _session_cache(tmp_path_factory) -> Path:
-    """The cache folder of fixtures that several tests share, and not that of the user; one for all workers of pytest-xdist."""
+def _session_cache(request, tmp_path_factory) -> Path:
+    """The cache folder of fixtures that several tests share, and not that of the user; one for all workers of pytest-xdist.
+
+    Compiled C code is kept from one session to the next, with what pytest itself keeps.
+    """
     folder = tmp_path_factory.getbasetemp()
     cache = (folder.parent if "PYTEST_XDIST_WORKER" in os.environ else folder) / "shared-cache"
-    (cache / "c").mkdir(parents=True, exist_ok=True)
+    cache.mkdir(exist_ok=True)
+    compiled = request.config.cache.mkdir("compiled") if hasattr(request.config, "cache") else cache / "compiled"
+    compiled.mkdir(exist_ok=True)
+    with suppress(FileExistsError):
+        (cache / "c").symlink_to(compiled)
     os.environ["FORGEFIELD_CACHE"] = str(cache)
     return cache
 
@@ -51,3 +61,11 @@ def _own_cache(monkeypatch, _session_cache) -> None:
     cache = tempfile.mkdtemp(dir=_session_cache)
     os.symlink(_session_cache / "c", f"{cache}/c")
     monkeypatch.setenv("FORGEFIELD_CACHE", cache)
+
+
+@pytest.fixture(autouse=True)
+def _few_drawings(request, monkeypatch) -> None:
+    """Figures are converted to SVG in tests of reports and in separate processes only. Elsewhere pages and figures are made as
+    well, but matplotlib does not draw them: for a short training that takes longer than the training."""
+    if "/report/" not in request.node.nodeid:
+        monkeypatch.setattr(canvas, "_draw", lambda figure, name: '<svg viewBox="0 0 1 1"></svg>')

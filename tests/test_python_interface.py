@@ -9,6 +9,7 @@ from ase.calculators.emt import EMT
 from ase.calculators.singlepoint import SinglePointCalculator
 
 import forgefield
+from tests.support.warm_commands import warm_commands
 
 
 def labelled(seed):
@@ -132,12 +133,14 @@ def test_a_report_is_a_path_and_a_page(run):
 
 NOTEBOOK = """
 import forgefield
+from tests.support.warm_commands import warm_commands
 run = forgefield.train(CONFIG)
 run
 """
 
 
-def test_a_notebook_has_one_line_of_progress_and_the_results(run, tmp_path):
+def test_a_notebook_has_one_line_of_progress_and_the_results(run, tmp_path, monkeypatch):
+    monkeypatch.setenv("JUPYTER_PATH", str(warm_commands()))
     nbclient = pytest.importorskip("nbclient")
     nbformat = pytest.importorskip("nbformat")
     settings = config(tmp_path, train=str(run.config.data.train))

@@ -39,7 +39,7 @@ from forgefield.config.hydra import DEFAULTS, ENTRY, RESOLVERS, USER, hydra_for,
 from forgefield.config.matsciml import is_matsciml_script, matsciml_translation
 from forgefield.config.nearest import did_you_mean
 from forgefield.config.nequip import is_nequip_config, nequip_translation
-from forgefield.config.sources import Sources, first_line, read_text, read_yaml, remember_sources
+from forgefield.config.sources import Sources, first_line, read_text, read_yaml
 from forgefield.config.trust import Trust, named_code, refuse_interpolations
 from forgefield.errors import ForgefieldError
 from forgefield.settings import Config, as_dict, has_points
@@ -121,7 +121,7 @@ def load_config(
             trust.require(path, where)
     elif sources.main is not None:
         also_look_in(folder)
-    remember_sources(config, sources)
+    config.sources = sources
     return config
 
 

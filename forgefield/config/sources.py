@@ -105,23 +105,21 @@ class Sources:
         self._walk(value, file, dotted)
 
 
-_SOURCES = "_sources"
-"""Attribute of a config that holds where its settings come from, for checks that are made after it was loaded."""
+class Located:
+    """Base of configs. It is not a dataclass, so that this attribute is not a setting."""
 
-
-def remember_sources(config: object, sources: Sources) -> None:
-    """Let `naming_the_line` find the locations of the settings of `config`."""
-    setattr(config, _SOURCES, sources)
+    sources: Sources | None = None
+    """Where the settings come from, for checks that are made after the config was loaded."""
 
 
 @contextmanager
-def naming_the_line(config: object, section: str) -> Iterator[None]:
+def naming_the_line(config: Located, section: str) -> Iterator[None]:
     """Inside, an error whose message begins with a key of `section` gets the location that set this key, if it is known."""
     try:
         yield
     except ForgefieldError as error:
         key = re.match(rf"{section}(\.\w+)*", str(error))
-        sources = getattr(config, _SOURCES, None)
+        sources = config.sources
         if key is None or sources is None or not sources.explicit(key[0]):
             raise
         raise ForgefieldError(f"{sources.where(key[0])}: {error}") from error

@@ -16,7 +16,8 @@ TRUE, FALSE = ("true", "yes", "y", "on", "1"), ("false", "no", "n", "off", "0")
 @functools.cache
 def field_types(cls: type) -> dict[str, Any]:
     """Type of each field of a dataclass."""
-    return typing.get_type_hints(cls)
+    kinds = typing.get_type_hints(cls)
+    return {field.name: kinds[field.name] for field in dataclasses.fields(cls)}
 
 
 def alternatives(kind: object) -> tuple[Any, ...]:

@@ -39,6 +39,7 @@ from forgefield.inference.ensemble import Ensemble
 from forgefield.inference.evaluate import evaluate_batch, per_atom_outputs
 from forgefield.inference.uncertainty import with_uncertainty
 from forgefield.kinds import FRAMES
+from forgefield.models.interface import AtomisticModel
 from forgefield.models.potential import Potential
 from forgefield.runs import Run
 
@@ -297,8 +298,8 @@ class Calculator(AseCalculator):
         self.neighbours = VerletList(self.neighbours.graph, self.neighbours.skin)
         self._composition = None
         for module in self.potential.modules():
-            if callable(forget := getattr(module, "forget_structures", None)):
-                forget()
+            if isinstance(module, AtomisticModel):
+                module.forget_structures()
 
     def check_state(self, atoms: Atoms, tol: float = 1e-15) -> list[str]:
         """What has changed since the last calculation; ASE does not look at parameters by itself."""

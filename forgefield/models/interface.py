@@ -207,6 +207,9 @@ class AtomisticModel(nn.Module):
         """Energy, forces and stress of a model that does not leave derivatives to autograd; None for all others."""
         return None
 
+    def forget_structures(self) -> None:
+        """Drop everything that depends on earlier structures, such as neighbour lists of a wrapped calculator."""
+
     # ---- kernels
 
     def kernel_refusal(self) -> str | None:

@@ -137,13 +137,7 @@ def plain(value: float) -> str:
 
 def to_svg(figure: Figure, name: str, description: str) -> Html:
     """The figure as an inline SVG element. name: unique in the page, makes the internal ids unique."""
-    buffer = io.StringIO()
-    with house_style():
-        matplotlib.rcParams["svg.hashsalt"] = name
-        metadata = dict.fromkeys(("Creator", "Date", "Format", "Type"))
-        _arrange(figure)
-        figure.savefig(buffer, format="svg", metadata=metadata, transparent=True)
-    drawing = buffer.getvalue()
+    drawing = _draw(figure, name)
     drawing = drawing[drawing.index("<svg") :]
     drawing = re.sub(r"<metadata>.*?</metadata>\s*", "", drawing, flags=re.DOTALL)
     drawing = re.sub(r'style="([^"<>]*)"', lambda match: f'style="{_themed(match[1])}"', drawing)
@@ -154,6 +148,17 @@ def to_svg(figure: Figure, name: str, description: str) -> Html:
     label = text(description)
     opening = f'<svg class="figure" role="img" aria-label="{label}" viewBox="{box[1]}">'
     return Html(opening + drawing[drawing.index(">") + 1 :].strip())
+
+
+def _draw(figure: Figure, name: str) -> str:
+    """The SVG file that matplotlib writes."""
+    buffer = io.StringIO()
+    with house_style():
+        matplotlib.rcParams["svg.hashsalt"] = name
+        metadata = dict.fromkeys(("Creator", "Date", "Format", "Type"))
+        _arrange(figure)
+        figure.savefig(buffer, format="svg", metadata=metadata, transparent=True)
+    return buffer.getvalue()
 
 
 def _arrange(figure: Figure) -> None:

@@ -225,7 +225,7 @@ def test_default_is_doubling_up_to_what_there_is() -> None:
     assert [bench_options.powers_of_two(n) for n in (1, 2, 6, 8)] == [[1], [1, 2], [1, 2, 4], [1, 2, 4, 8]]
 
 
-def test_devices_are_those_of_the_measurement_whatever_the_config_says(tmp_path: Path) -> None:
+def test_devices_are_those_of_the_measurement_whatever_the_config(tmp_path: Path) -> None:
     config = load_config(small_config(tmp_path, devices="1,3"))
     assert bench_options.on_devices(config, 1, "GPU").trainer["devices"] == [1]
     assert bench_options.on_devices(config, 2, "core").trainer["devices"] == 2
@@ -372,7 +372,7 @@ def test_measurement_goes_into_the_model(
         assert word in out
 
 
-def test_step_given_on_the_command_line(model: ModuleType, capsys: pytest.CaptureFixture[str]) -> None:
+def test_step_on_the_command_line(model: ModuleType, capsys: pytest.CaptureFixture[str]) -> None:
     words = ["--step-ms", "10", "--message-mb", "100", "--per-node", "1", "--ranks", "1,1024", "--disk", "1e9"]
     free = [
         "--latency-between",

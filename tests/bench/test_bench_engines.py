@@ -167,7 +167,7 @@ def test_limits_are_work_by_the_time_it_took(monkeypatch: pytest.MonkeyPatch) ->
 # ---- rows
 
 
-def test_the_fastest_of_our_own_engines_is_found() -> None:
+def test_the_fastest_engine_is_recommended() -> None:
     rows = [
         Row("eager", "float32", step_ms=30.0),
         Row("compile", "float32", step_ms=10.0),

@@ -65,7 +65,7 @@ def test_peak_counts_what_lives_at_the_same_time() -> None:
     assert _peak_on_cpu(step, None, {}) == 8 * (1000 + 70_000 + 60_000)  # type: ignore[arg-type]
 
 
-def test_coefficients_are_found_again() -> None:
+def test_coefficients_are_recovered() -> None:
     truth = MemoryModel(5e6, 3e3, 700.0)
     sizes = [(1, 10, 90), (2, 21, 250), (4, 39, 410)]
     found = fit_memory([Peak(*size, round(truth.bytes(size[1], size[2]))) for size in sizes])
@@ -73,7 +73,7 @@ def test_coefficients_are_found_again() -> None:
         assert found.bytes(atoms, edges) == pytest.approx(truth.bytes(atoms, edges), rel=1e-3)
 
 
-def test_where_atoms_and_edges_cannot_be_told_apart_edges_are_charged() -> None:
+def test_where_atoms_and_edges_cannot_be_separated_edges_are_charged() -> None:
     found = fit_memory([Peak(n, 10 * n, 120 * n, 1000 + 600 * n) for n in (1, 2, 4)])
     assert found.per_atom == 0
     assert (found.fixed, found.per_edge) == (pytest.approx(1000), pytest.approx(5))
@@ -178,7 +178,7 @@ def test_an_optimiser_that_evaluates_several_times_is_planned_for(tmp_path: Path
     assert sum(t.numel() for t in step.persistent_tensors()) > 4 * n
 
 
-def test_command_says_what_the_function_finds(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_command_reports_the_result_of_the_function(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     content = tiny_config(tmp_path, training={"engine": "eager"}, data={"batch": {"frames": 5}})
     config = write_config(tmp_path / "mine.yaml", content)
     assert main(["bench", str(config), "--plan", "--json", str(tmp_path / "plan.json")]) == 0

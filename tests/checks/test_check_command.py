@@ -79,14 +79,14 @@ def imported_run() -> None:
     )
 
 
-def test_run_is_checked_on_the_data_it_is_given(tmp_path, capsys):
+def test_run_is_checked_on_the_requested_data(tmp_path, capsys):
     imported_run()
     write_emt(tmp_path / "other.extxyz", 2)
     assert main(["check", "mine", "--data", "other.extxyz", "--frames", "1"]) == 0
     assert "the best model of mine on 1 frames" in capsys.readouterr().out
 
 
-def test_run_without_known_data_asks_for_it(capsys):
+def test_run_without_recorded_data_asks_for_it(capsys):
     imported_run()
     assert main(["check", "mine"]) == 2
     assert "--data FILE" in capsys.readouterr().err

@@ -5,8 +5,6 @@ from __future__ import annotations
 import json
 import os
 import signal
-import subprocess
-import sys
 import time
 from pathlib import Path
 
@@ -19,7 +17,7 @@ from forgefield.cli import main
 from forgefield.data.reading import read_table
 from forgefield.data.store.store import HEADER, open_store
 from tests.support.helpers import SHARED_DATA, emt_frames, write_emt
-from tests.support.launching import with_default_interrupts
+from tests.support.warm import Warm
 
 ROOT = Path(__file__).parents[2]
 FIELDS = ("positions", "numbers", "cell", "pbc", "energy", "forces", "stress", "weight")
@@ -193,29 +191,17 @@ def whole(large) -> dict[str, bytes]:
     return contents(target)
 
 
-def conversion(large: Path, target: Path, workers: int) -> subprocess.Popen:
+def conversion(large: Path, target: Path, workers: int) -> Warm:
     words = ["convert", str(large), str(target), "--cutoff", "3.5", "--workers", str(workers)]
-    command = [sys.executable, "-m", "forgefield", "data", *words]
-    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-    pipe = subprocess.PIPE
-    return subprocess.Popen(
-        command,
-        cwd=ROOT,
-        env=environment,
-        stdout=pipe,
-        stderr=pipe,
-        text=True,
-        start_new_session=True,
-        preexec_fn=with_default_interrupts,
-    )
+    return Warm(["forgefield", "data", *words], ROOT, {**os.environ, "OMP_NUM_THREADS": "1"})
 
 
-def wait_for_a_part(process: subprocess.Popen, target: Path) -> None:
+def wait_for_a_part(process: Warm, target: Path) -> None:
     """Until one part is finished (its folder is called .partial before) and the next not yet."""
     partial = target.with_name(target.name + ".partial")
     limit = time.monotonic() + 120
     while not list(partial.glob("part-?????/part.json")):
-        assert process.poll() is None, process.communicate()
+        assert process.poll() is None, process.printed()
         assert time.monotonic() < limit
         assert not target.exists()
         time.sleep(0.005)
@@ -227,13 +213,13 @@ def test_killed_and_run_again_it_is_as_if_nothing_had_happened(large, whole, tmp
     target = tmp_path / "store"
     process = conversion(large, target, workers)
     wait_for_a_part(process, target)
-    process.kill()
+    os.kill(process.pid, signal.SIGKILL)
     process.wait()
     assert not target.exists()
     finished = {path.parent.name for path in (tmp_path / "store.partial").glob("part-?????/part.json")}
     kept = (tmp_path / "store.partial" / min(finished) / "positions.npy").stat()
     again = conversion(large, target, workers)
-    assert again.wait() == 0, again.communicate()
+    assert again.wait() == 0, again.printed()
     assert contents(target) == whole
     assert (target / min(finished) / "positions.npy").stat().st_ino == kept.st_ino  # it was not written anew
     assert sorted(path.name for path in tmp_path.iterdir() if path.name != "cache") == ["store"]
@@ -246,8 +232,8 @@ def test_after_ctrl_c_the_same_command_resumes(large, whole, tmp_path, workers):
     process = conversion(large, target, workers)
     wait_for_a_part(process, target)
     os.killpg(process.pid, signal.SIGINT)  # as a terminal sends it: to all processes of the command
-    out, err = process.communicate(timeout=60)
-    assert process.returncode == 130
+    assert process.wait() == 130
+    out, err = process.printed()
     assert out == ""
     assert err.splitlines() == [
         f"interrupted: run the same command to resume; finished parts are kept in {target}.partial"
@@ -260,7 +246,7 @@ def test_after_ctrl_c_the_same_command_resumes(large, whole, tmp_path, workers):
 @pytest.mark.slow
 def test_any_number_of_processes_writes_the_same_bytes(large, whole, tmp_path):
     process = conversion(large, tmp_path / "store", 2)
-    assert process.wait() == 0, process.communicate()
+    assert process.wait() == 0, process.printed()
     assert contents(tmp_path / "store") == whole
 
 
@@ -269,7 +255,7 @@ def test_what_another_conversion_left_is_not_taken_over(large, tmp_path, capsys)
     target = tmp_path / "store"
     process = conversion(large, target, 1)
     wait_for_a_part(process, target)
-    process.kill()
+    os.kill(process.pid, signal.SIGKILL)
     process.wait()
     done(capsys, "convert", str(large), str(target), "--workers", "1")  # without neighbour lists
     store = open_store(target)
@@ -338,7 +324,7 @@ def test_a_damaged_store_is_refused(source, capsys, file, damage, piece):
     assert not Path("out.extxyz").exists()
 
 
-def test_a_large_store_is_compared_with_its_hashes_unless_told_otherwise(source, capsys, monkeypatch):
+def test_a_large_store_is_compared_with_its_hashes_by_default(source, capsys, monkeypatch):
     monkeypatch.setattr("forgefield.data.store.store.VERIFIED_BELOW", 0)
     done(capsys, "convert", "cu.extxyz", "cu")
     flip_a_byte(Path("cu/part-00000/positions.npy"))

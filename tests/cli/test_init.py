@@ -43,7 +43,7 @@ def alloys(folder):
     return folder / "alloys.extxyz"
 
 
-def test_the_config_says_what_was_found_and_loads(alloys, capsys):
+def test_the_config_describes_the_data_and_loads(alloys, capsys):
     assert main(["init", "alloys.extxyz"]) == 0
     text = Path("alloys.yaml").read_text()
     assert "# 30 frames of 4-8 atoms; Cu 140, Au 20; labels: energy in all, forces in all." in text

@@ -36,7 +36,7 @@ def test_a_file_in_the_working_directory_is_found_and_the_search_path_is_left_as
     assert sys.path == before
 
 
-def test_a_file_in_a_given_folder_is_found(here):
+def test_a_file_in_a_requested_folder_is_imported(here):
     folder = here / "configs"
     folder.mkdir()
     (folder / "beside_config.py").write_text("loss = 7\n")
@@ -76,7 +76,7 @@ def test_a_module_of_the_same_name_in_another_folder_is_not_taken_for_the_one_th
         import_path("same_name.value", folders=["second"])
 
 
-def test_the_folder_of_a_user_module_or_package_is_known(here):
+def test_the_folder_of_a_user_module_or_package(here):
     (here / "own_single.py").write_text("x = 1\n")
     (here / "own_package").mkdir()
     (here / "own_package" / "__init__.py").write_text("")

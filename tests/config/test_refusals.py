@@ -77,7 +77,7 @@ def test_a_mapping_is_not_a_variable(refused):
         ("data.train=", "command line ('data.train='): 'data.train' must be the name of a file, folder or pattern"),
     ],
 )
-def test_bad_overrides_say_that_they_come_from_the_command_line(refused, override, sentence):
+def test_errors_of_overrides_name_the_command_line(refused, override, sentence):
     message = refused(DATA + "effective_batch: 4\nseed: ${effective_batch}\n", override)
     assert sentence in message
     assert message.startswith("command line")
@@ -101,7 +101,7 @@ def test_bad_overrides_say_that_they_come_from_the_command_line(refused, overrid
         ("name: {a: 1}", "'name' must be text or null, not {'a': 1}."),
     ],
 )
-def test_wrong_types_say_what_is_expected(refused, text, sentence):
+def test_errors_of_wrong_types_name_the_expected_type(refused, text, sentence):
     assert sentence in refused(text)
 
 
@@ -256,7 +256,7 @@ def test_interpolations_that_lead_nowhere(refused, text, sentence):
     assert sentence in refused(text)
 
 
-def test_division_of_fractions_says_so(refused):
+def test_division_of_fractions_is_an_error(refused):
     assert "int_div takes whole numbers, not 4.5" in refused("seed: ${int_div:4.5,2}")
 
 

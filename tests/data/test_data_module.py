@@ -28,7 +28,7 @@ def file(tmp_path):
     return tmp_path / "a.xyz"
 
 
-def test_data_is_split_batched_and_described_as_the_options_say(file):
+def test_data_is_split_batched_and_described_according_to_the_options(file):
     options = DataOptions(train=str(file), val=0.25, batch=BatchOptions(frames=4), eval_batch=2)
     calls = []
     module = read_data(options, seed=1, progress=lambda done, total: calls.append((done, total)))
@@ -86,7 +86,7 @@ def test_an_element_only_in_the_test_file_is_an_error_that_names_it(file, tmp_pa
         read_data(DataOptions(train=str(file), test=str(tmp_path / "test.xyz")), 0)
 
 
-def test_species_may_be_given_in_an_order_and_with_more(file):
+def test_species_in_the_config_set_the_order_and_may_be_more(file):
     module = read_data(DataOptions(train=str(file), species=["O", "H", "N"]), 0)
     assert module.train[0]["species"].tolist() == [1, 0]
     assert module.statistics.species_counts == {"O": 11, "H": 11, "N": 0}

@@ -103,7 +103,7 @@ def test_least_squares_is_exact_in_one_go_and_in_blocks(seed, species):
         np.testing.assert_allclose(fit, energies, rtol=0, atol=1e-8)
 
 
-def test_one_composition_gives_the_smallest_norm_and_says_so(make_frame):
+def test_one_composition_gives_the_smallest_norm_with_a_message(make_frame):
     frames = [make_frame([8, 1, 1], energy=-30.0 + 0.01 * i) for i in range(3)]
     found = compute_statistics(graphs(frames), DataOptions(reference_energies="fit"))
     energies = found.reference_energies
@@ -138,7 +138,7 @@ def test_isolated_atoms_that_disagree_are_refused(make_frame):
         compute_statistics(graphs([one, replace(two, energy=-11.6)]), DataOptions())
 
 
-def test_given_energies_are_taken_as_they_are_and_must_be_complete(molecules):
+def test_energies_in_the_config_are_used_as_they_are_and_must_be_complete(molecules):
     given_energies = {"H": -13.0, "C": -1030.0, "O": -2042.0}
     options = DataOptions(reference_energies=given_energies)
     found = compute_statistics(graphs(molecules), options)
@@ -152,7 +152,7 @@ def test_given_energies_are_taken_as_they_are_and_must_be_complete(molecules):
         compute_statistics(graphs(molecules), DataOptions(reference_energies="fitted"))
 
 
-def test_given_energies_in_another_unit_are_noticed(molecules):
+def test_energies_in_the_config_in_another_unit_are_noticed(molecules):
     in_hartree = {SYMBOL[z]: energy / 27.211386 for z, energy in ENERGY.items()}
     with pytest.raises(ForgefieldError, match=r"given reference energies do not match.*27\.21: are eV and Ha mixed"):
         compute_statistics(graphs(molecules), DataOptions(reference_energies=in_hartree))

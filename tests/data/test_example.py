@@ -33,7 +33,7 @@ def digest(folder: Path) -> str:
     return hashlib.sha256((folder / "train.extxyz").read_bytes() + (folder / "test.extxyz").read_bytes()).hexdigest()
 
 
-def test_size_is_what_the_summary_says(made):
+def test_size_is_that_of_the_summary(made):
     folder, summary = made
     for name, low, high in (("train", 200, 400), ("test", 60, 100)):
         frames = read_frames(folder / f"{name}.extxyz")
@@ -46,7 +46,7 @@ def test_size_is_what_the_summary_says(made):
         assert max(map(len, frames)) <= 32
 
 
-def test_every_label_is_what_emt_says_about_the_stored_frame(made):
+def test_every_label_is_that_of_emt_for_the_stored_frame(made):
     folder, _ = made
     frames = read_frames(folder / "train.extxyz")
     images = ase.io.read(folder / "train.extxyz", ":")

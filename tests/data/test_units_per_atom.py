@@ -121,6 +121,6 @@ def test_colabfit_energies_are_per_atom(shared):
     assert len(np.unique(table.n_atoms)) > 1
 
 
-def test_an_unknown_unit_per_atom_says_so():
+def test_an_unknown_unit_per_atom_is_an_error():
     with pytest.raises(ForgefieldError, match="'eX' is not an energy unit"):
         read_frames([], units=UnitOptions(energy="eX/atom"))

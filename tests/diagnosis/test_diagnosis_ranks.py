@@ -59,7 +59,7 @@ def test_two_ranks_skip_go_back_and_perturb_as_one(tmp_path, monkeypatch):
         assert [s["step"] for s in both["loss_spike"]["spikes"]] == [s["step"] for s in alone["loss_spike"]["spikes"]]
 
 
-def test_quick_ways_do_what_they_say_on_two_ranks(tmp_path):
+def test_quick_trainings_match_on_two_ranks(tmp_path):
     """fast_dev_run leaves no run; overfit_batches and devset take the same frames as one rank with the larger batch."""
     write_emt(tmp_path / "frames.extxyz", 12)
     few = {"overfit_batches": 1, "max_epochs": 4, "enable_progress_bar": False, "accelerator": "cpu"}
@@ -81,7 +81,7 @@ def test_quick_ways_do_what_they_say_on_two_ranks(tmp_path):
     assert "a quick test in" in done.stdout
 
 
-def test_quick_ways_do_what_they_say_with_a_traced_engine(tmp_path):
+def test_quick_trainings_match_with_a_traced_engine(tmp_path):
     small = {"name": "nequip", "num_layers": 1, "l_max": 0, "num_features": 2, "radial_mlp_width": 2}
     energy: dict[str, Any] = {"energy": {}}  # a trace without forces is a quarter of one with them
     few = {"overfit_batches": 1, "max_epochs": 3, "enable_progress_bar": False, "accelerator": "cpu"}

@@ -210,7 +210,7 @@ def test_the_higher_losses_of_an_earlier_state_are_not_spikes(tmp_path):
     assert "were restored from step 40 (rollback 1 of at most 10)" in watch.findings[0].what
 
 
-def test_a_second_rollback_goes_no_further_back_than_the_first(tmp_path):
+def test_a_second_rollback_starts_from_the_same_checkpoint_as_the_first(tmp_path):
     """Spikes at steps 50 and 52: snapshots are of steps 0, 20 and 40, and the second spike comes before the next one."""
     watch, went_back = LossSpike(window=8, rollback=True, snapshot_every=20), []
     go_back = watch._roll_back

@@ -8,6 +8,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.support.warm_commands import warm_commands
+
 pytest.importorskip("nbclient", reason="the docs extra is not installed")
 pytest.importorskip("jupytext", reason="the docs extra is not installed")
 
@@ -120,9 +122,11 @@ def test_every_tutorial_is_tested():
 @pytest.mark.parametrize("name", TUTORIALS)
 def test_the_tutorial_runs(name, tmp_path, monkeypatch):
     execute = executor()
-    monkeypatch.setenv("PATH", os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]]))
     monkeypatch.setenv("PYTHONPATH", str(DOCS.parent))
     notebook = execute.read_source(name, SHORTER[name])
+    path = [str(warm_commands()), str(Path(sys.executable).parent), os.environ["PATH"]]
+    monkeypatch.setenv("PATH", os.pathsep.join(path))
+    monkeypatch.setenv("JUPYTER_PATH", str(warm_commands()))
     execute.execute(notebook, tmp_path)  # an error in a cell is raised
     assert any(cell.get("outputs") for cell in notebook.cells)
 

@@ -90,7 +90,7 @@ def test_captured_steps_are_those_of_plain_operations(compiled):
     assert difference_from_plain(engine, given, Engine(function)) < 1e-9
 
 
-def test_a_training_can_be_told_to_use_plain_operations(monkeypatch):
+def test_a_training_can_use_reference_operations(monkeypatch):
     asked: list[bool] = []
     decide = dispatch.use_edge_operators
     monkeypatch.setattr(dispatch, "use_edge_operators", lambda x: asked.append(decide(x)) or asked[-1])

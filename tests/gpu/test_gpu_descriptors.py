@@ -34,7 +34,7 @@ def test_values_are_those_of_the_cpu_for_any_chunk(options):
         np.testing.assert_allclose(found.cpu(), on_cpu, rtol=1e-10, atol=1e-10)
 
 
-def test_float32_is_not_rounded_further_when_the_process_allows_tf32():
+def test_float32_is_not_rounded_when_the_process_allows_tf32():
     exact = make_descriptors(DescriptorOptions(), ["Al", "O"]).on_grid(*STRUCTURE)
     descriptors = make_descriptors(DescriptorOptions(precision="float32"), ["Al", "O"])
     before = torch.get_float32_matmul_precision()

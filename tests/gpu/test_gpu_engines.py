@@ -198,7 +198,7 @@ def test_fifty_updates_by_one_kernel_are_those_of_torch(kind, clip):
         assert torch.equal(ours.weights[number], again.weights[number])
 
 
-def test_gradients_that_are_made_anew_in_every_step_take_one_graph():
+def test_gradients_that_are_allocated_in_every_step_take_one_graph():
     """As those of accumulated batches are."""
     still, moving = Trained(torch.optim.Adam, torch.float32), Trained(torch.optim.Adam, torch.float32)
     updates = [
@@ -218,7 +218,7 @@ def test_gradients_that_are_made_anew_in_every_step_take_one_graph():
     assert all(torch.equal(a, b) for a, b in zip(still.weights, moving.weights))
 
 
-def test_a_step_is_left_out_where_the_device_says_so():
+def test_a_step_is_left_out_where_the_device_requests_it():
     trained = Trained(torch.optim.AdamW, torch.float32)
     update = CapturedOptimiser(trained.optimiser, trained.average)
     found = torch.zeros((), device="cuda")
@@ -259,7 +259,7 @@ def test_a_captured_training_follows_an_eager_one(tmp_path):
     assert graphs == pytest.approx(eager, rel=1e-6)
 
 
-def test_a_captured_training_goes_on_bit_for_bit_and_eager_can_take_over(tmp_path):
+def test_a_captured_training_resumes_bit_for_bit_also_in_eager(tmp_path):
     whole = train(settings(tmp_path / "a", "graphs"))
     half = settings(tmp_path / "b", "graphs")
     half["trainer"] = {**half["trainer"], "max_epochs": 2}
@@ -272,7 +272,7 @@ def test_a_captured_training_goes_on_bit_for_bit_and_eager_can_take_over(tmp_pat
     train(half)
 
 
-def test_a_captured_training_with_one_kernel_follows_one_with_the_optimisers_own(tmp_path, monkeypatch):
+def test_a_captured_training_with_one_kernel_follows_one_with_the_step_of_the_optimiser(tmp_path, monkeypatch):
     """More than 50 steps with clipping, decay, a schedule and an average."""
     options = {"clip_norm": 1.0, "scheduler": {"name": "cosine"}, "optimizer": {"name": "adamw", "weight_decay": 0.01}}
     losses = []

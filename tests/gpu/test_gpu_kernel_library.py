@@ -87,7 +87,7 @@ def test_gradients_of_a_loss_of_forces_are_those_of_plain_operations():
         torch.testing.assert_close(one, other, rtol=1e-9, atol=1e-9 * float(other.abs().max()) + 1e-14)
 
 
-def test_calculators_take_operators_and_can_be_told_not_to(monkeypatch):
+def test_calculators_use_operators_unless_they_are_switched_off(monkeypatch):
     asked: list[bool] = []
     decide = dispatch.use_operators
     monkeypatch.setattr(dispatch, "use_operators", lambda x: asked.append(decide(x)) or asked[-1])

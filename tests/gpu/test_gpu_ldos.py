@@ -128,7 +128,7 @@ def own_kernels(monkeypatch):
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("loss", ["mse", "mae", "huber"])
 @pytest.mark.parametrize("activation", ["relu", "softplus", "elu"])
-def test_own_kernels_do_not_hide_what_is_no_number(activation, loss, dtype, own_kernels):
+def test_kernels_do_not_hide_nan(activation, loss, dtype, own_kernels):
     """The least and the greatest of a NaN and a number are that number on a GPU."""
     model, how, resident = (
         network(activation, activation, dtype=torch.float32).cuda(),
@@ -143,7 +143,7 @@ def test_own_kernels_do_not_hide_what_is_no_number(activation, loss, dtype, own_
 
 
 @pytest.mark.parametrize(("precision", "tolerance"), [("tf32", 5e-3), ("bf16-mixed", 2e-2)])
-def test_own_kernels_learn_what_the_eager_engine_learns(precision, tolerance, own_kernels, tmp_path, capsys):
+def test_kernels_learn_what_the_eager_engine_learns(precision, tolerance, own_kernels, tmp_path, capsys):
     eager = train_only(gpu_config(tmp_path, "eager", engine="eager", precision=precision))
     graphs = train_only(gpu_config(tmp_path, "own", engine="graphs", precision=precision, graphs={"compiled": True}))
     said = capsys.readouterr().out
@@ -155,7 +155,7 @@ def test_own_kernels_learn_what_the_eager_engine_learns(precision, tolerance, ow
 
 
 @pytest.mark.parametrize("precision", ["tf32", "bf16-mixed"])
-def test_a_run_by_own_kernels_ends_as_if_it_had_not_been_interrupted(
+def test_a_run_with_kernels_ends_as_if_it_had_not_been_interrupted(
     precision, own_kernels, tmp_path, monkeypatch, capsys
 ):
     """In the middle of two epochs; what was measured at the start is not measured again."""

@@ -239,7 +239,7 @@ def test_precision_of_a_potential_is_its_own():
         calculator(dtype="float32")
 
 
-def test_the_given_potential_is_left_alone():
+def test_the_potential_passed_in_is_not_changed():
     potential = Potential(Morse()).train()
     atoms = alloy()
     atoms.calc = Calculator(potential)
@@ -260,7 +260,7 @@ def run(tmp_path) -> Run:
     )
 
 
-def test_run_can_be_given_as_folder_or_object_and_in_another_precision(run):
+def test_run_is_a_folder_or_an_object_also_in_another_precision(run):
     results = []
     for given, options in ((run, {}), (run.path, {}), (str(run.path), {"which": "last"}), (run, {"dtype": "float64"})):
         atoms = alloy()

@@ -88,7 +88,7 @@ def test_a_folder_with_another_model_is_not_used_for_results(edition: Path) -> N
         api.test("allegro.ff", "test.extxyz")
 
 
-def test_a_package_is_trained_further(edition: Path) -> None:
+def test_a_package_is_fine_tuned(edition: Path) -> None:
     write_package(Run.open("nequip"), "model.ff")
     settings = json.loads(Path("nequip.yaml").read_text())
     settings.update(name="further", model={"from": "model.ff"}, trainer={**settings["trainer"], "max_epochs": 1})

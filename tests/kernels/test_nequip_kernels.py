@@ -53,7 +53,7 @@ def test_tables_are_as_close_to_float64_as_float32_is(case):
     assert relative(ours[0]["forces"], forces) < 3 * relative(plain[0]["forces"], forces) + 1e-6
 
 
-def test_blocks_in_turn_give_the_same_bits(monkeypatch):
+def test_blocks_one_after_the_other_give_the_same_bits(monkeypatch):
     """As where the last pass would write more for edges than is to lie there at a time."""
     potential, given = (
         make_potential(precision="float32", **CASES["plain"]).to(DEVICE).eval(),

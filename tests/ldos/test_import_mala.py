@@ -139,7 +139,7 @@ def test_nothing_in_an_archive_is_executed(tmp_path):
     assert not (tmp_path / "done").exists()
 
 
-def test_an_imported_run_is_tested_and_trained_further_from_its_own_weights_and_scaling(tmp_path):
+def test_an_imported_run_is_tested_and_fine_tuned_from_its_weights_and_scaling(tmp_path):
     path, _, _ = archive(tmp_path / "be.zip", targets__restrict_targets=None)
     config = point_config(tmp_path, model={"from": "be"})
     assert main(["import", "mala", str(path), "--out", config["out"]]) == 0

@@ -22,7 +22,7 @@ def folder(tmp_path, monkeypatch):
     return tmp_path / "be"
 
 
-def test_the_proposal_trains_once_the_energies_are_given(folder, capsys):
+def test_the_proposal_trains_once_the_energies_are_set(folder, capsys):
     assert main(["init", "be"]) == 0
     assert "3 snapshots of 60 points; Be2; 6 descriptors, 7 levels." in capsys.readouterr().out
     with pytest.raises(

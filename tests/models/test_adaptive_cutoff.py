@@ -76,7 +76,7 @@ def lengths_and_graph(batch: dict[str, torch.Tensor]) -> tuple[torch.Tensor, Edg
 
 @settings(max_examples=60, deadline=None)
 @given(seed=st.integers(0, 10_000), n=st.integers(1, 8), box=st.sampled_from([3.0, 5.0, 8.0]), periodic=st.booleans())
-def test_the_edge_list_is_exactly_what_the_model_s_radii_say(seed, n, box, periodic):
+def test_the_edge_list_is_exactly_that_of_the_radii_of_the_model(seed, n, box, periodic):
     frame = make_frame(n, seed=seed, box=box, periodic=periodic)
     lengths, graph = lengths_and_graph(batch_of(frame))
     radii = pair_radii(lengths, graph, CUTOFF, LIMIT)

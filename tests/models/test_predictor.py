@@ -161,7 +161,7 @@ def test_a_model_with_heads_is_not_written_without_them(tmp_path):
         write_deepmd(predictor("deeppot"), tmp_path / "model.yaml")
 
 
-def test_models_that_give_no_features_or_no_energies_are_told_so():
+def test_models_without_features_or_energies_are_an_error():
     with pytest.raises(ForgefieldError, match="Featureless gives no features"):
         Predictor(Featureless(), {}, has_energy=True)
     with pytest.raises(ForgefieldError, match="Encoder gives features and no energies"):

@@ -51,7 +51,7 @@ def test_a_resolved_section_resolves_to_itself():
     assert resolve(again, statistics=None) == resolved
 
 
-def test_given_numbers_need_no_data():
+def test_numbers_in_the_config_need_no_data():
     given = {"name": "nequip", "avg_num_neighbours": 10.0, "energy_shifts": 0.0}
     assert resolve(given, statistics=None)["energy_scales"] == 1.0
     with pytest.raises(ForgefieldError, match="model.energy_shifts"):
@@ -114,7 +114,7 @@ def test_a_user_model_by_import_path():
     assert potential(make_batch(make_frame(4)))["forces"].abs().max() > 0
 
 
-def test_model_class_finds_built_in_and_own():
+def test_model_class_of_built_in_and_user_models():
     assert model_class("nequip") is NequIP
     assert model_class(OWN, trust=CONFIG).__name__ == "Springs"
 

@@ -42,7 +42,7 @@ def test_the_value_is_the_product_of_rounded_factors_summed_in_float32(dtype, sh
         assert not torch.equal(made, x @ matrix)
 
 
-def test_without_a_lower_precision_it_is_torchs_own_product():
+def test_without_a_lower_precision_it_is_the_product_of_torch():
     x, matrix, start = drawn(4, 3, 5), drawn(5, 6, seed=1), drawn(4, 6, seed=2)
     assert torch.equal(product(x, matrix), x @ matrix)
     assert torch.equal(add_product(start, x[:, 0], matrix), torch.addmm(start, x[:, 0], matrix))

@@ -83,7 +83,7 @@ def test_without_a_launcher_the_devices_are_free(devices) -> None:
         ),
     ],
 )
-def test_a_contradiction_with_the_launcher_says_what_to_do(launch, options, sentence) -> None:
+def test_the_error_of_a_contradiction_with_the_launcher_is_helpful(launch, options, sentence) -> None:
     with pytest.raises(ForgefieldError) as error:
         check_trainer_options(launch, **{"devices": None, "num_nodes": None, "accelerator": "auto"} | options)
     assert str(error.value) == sentence

@@ -108,7 +108,7 @@ def test_other_engines_give_the_gradient_of_one_process_too(strategy, folder, gr
 
 
 @pytest.mark.parametrize("loss", LOSSES)
-def test_the_mean_of_the_ranks_own_means_is_another_gradient(loss, folder):
+def test_the_mean_of_the_means_of_ranks_is_another_gradient(loss, folder):
     """So the frames of these tests can tell a right average from the usual wrong one."""
     config = load_config(one_step(folder, loss, 1, None))
     data = read_data(config.data, seed=config.seed)

@@ -18,6 +18,7 @@ from forgefield.training.run.signals import REQUEUE
 from tests.support.helpers import tiny_config, write_emt
 from tests.support.launching import clean_environment, ranks, start, train_command, write_config
 from tests.support.resuming import END, assert_same_run, resumed_at
+from tests.support.warm_commands import warm_commands
 
 RECORD = "tests.support.interrupting.RecordsFrames"
 
@@ -31,7 +32,8 @@ def parallel_config(folder: Path, name: str, **trainer: Any) -> Path:
 
 def own_processes(folder: Path, config: Path, **environment: str):
     """Two ranks without any launcher, started as the command does it, without the report at the end."""
-    return start([sys.executable, "-m", "tests.support.ranks", "2", str(config)], folder, **environment)
+    command = [str(warm_commands() / "train-many"), str(config)]
+    return start([sys.executable, "-m", "tests.support.ranks", "2", *command], folder, **environment)
 
 
 def two_ranks(folder: Path, config: Path, **environment: str):
@@ -140,7 +142,7 @@ def test_an_elastic_restart_ends_as_if_nothing_had_happened(tmp_path, straight):
     ]
     agents = [
         subprocess.Popen(
-            [*agent, *train_command(config, "--fresh")],
+            [*agent, "--no-python", str(warm_commands() / "forgefield"), "train", str(config), "--fresh"],
             cwd=tmp_path,
             env=clean_environment(**once),
             stdout=subprocess.PIPE,

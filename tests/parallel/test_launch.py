@@ -136,7 +136,7 @@ def test_half_a_set_of_variables_is_an_error_that_names_them(environment, senten
         detect_launch(environment)
 
 
-def test_several_nodes_without_an_address_is_an_error_that_says_how_to_give_one() -> None:
+def test_several_nodes_without_an_address_is_an_error_with_a_remedy() -> None:
     environment = HYDRA | {"PMI_RANK": "0", "MPI_LOCALRANKID": "0", "MPI_LOCALNRANKS": "2"}
     with pytest.raises(ForgefieldError) as error:
         detect_launch(environment)

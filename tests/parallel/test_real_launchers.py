@@ -176,7 +176,7 @@ def in_slurm(slurm, tmp_path_factory) -> dict[str, list[Launch]]:
     return {name: launches_in(text) for name, text in sections}
 
 
-def test_a_batch_script_without_srun_is_one_process_and_says_so(in_slurm) -> None:
+def test_a_batch_script_without_srun_is_one_process_with_a_message(in_slurm) -> None:
     assert_found(in_slurm["batch"], "none", [ALONE])
     assert in_slurm["batch"][0].note == WITHOUT_SRUN
 
@@ -211,7 +211,7 @@ def test_a_shell_of_salloc_is_one_process(slurm, probe) -> None:
     assert_found(run(*salloc, "srun", "-n", "3", *probe), "srun", on_one_node(3))
 
 
-def test_a_job_submitted_from_inside_a_step_does_not_take_that_step_for_its_own(slurm, probe, tmp_path: Path) -> None:
+def test_a_job_submitted_from_inside_a_step_ignores_the_variables_of_that_step(slurm, probe, tmp_path: Path) -> None:
     submitting = (
         f"[ $SLURM_PROCID = 1 ] || exit 0; sbatch --parsable -n 3 -o {tmp_path}/job-%j.out --wrap '{' '.join(probe)}'"
     )

@@ -370,7 +370,7 @@ def test_missing_rank_is_named_on_every_rank() -> None:
     assert losses.empty()
 
 
-def test_rank_0_that_cannot_be_reached_is_an_error_that_says_where() -> None:
+def test_rank_0_that_cannot_be_reached_is_an_error_with_its_address() -> None:
     with socket.create_server(("127.0.0.1", 0)) as gone:
         port = gone.getsockname()[1]
     store = Dictionary()

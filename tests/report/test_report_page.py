@@ -102,7 +102,7 @@ def test_headline_shows_the_errors_of_the_test_with_units(run: Path) -> None:
     assert "360 training frames" in text
 
 
-def test_without_a_test_the_headline_shows_validation_and_says_so(run: Path) -> None:
+def test_without_a_test_the_headline_is_labelled_validation(run: Path) -> None:
     (run / "test.json").unlink()
     (run / "predictions" / "test.npz").unlink()
     (run / "predictions" / "val.npz").unlink()
@@ -221,7 +221,7 @@ def test_a_run_of_damaged_files_still_gives_a_page_that_names_them(run: Path, da
             assert re.search(rf"{re.escape(name)} \S", page.text), name
 
 
-def test_an_empty_folder_gives_a_page_that_says_how_to_fill_it(tmp_path: Path) -> None:
+def test_an_empty_folder_gives_a_page_that_explains_how_to_fill_it(tmp_path: Path) -> None:
     folder = tmp_path / "runs" / "new"
     folder.mkdir(parents=True)
     text = page_of(folder).text
@@ -332,7 +332,7 @@ def test_parity_png_is_written_for_either_split(run: Path) -> None:
         assert path.read_bytes().startswith(b"\x89PNG")
 
 
-def test_parity_png_without_predictions_says_how_to_make_them(run: Path) -> None:
+def test_parity_png_without_predictions_explains_how_to_make_them(run: Path) -> None:
     (run / "predictions" / "test.npz").unlink()
     with pytest.raises(ForgefieldError, match="forgefield test"):
         write_parity_png(run, "test")

@@ -15,6 +15,10 @@ DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 needs_kernels = pytest.mark.skipif(
     not has_triton() or not (torch.cuda.is_available() or interpreted()), reason="needs Triton and a GPU"
 )
+if has_triton() and interpreted():
+    from tests.support.interpreter import speed_up
+
+    speed_up()
 BEHIND = 256
 """Numbers kept free behind every field, where a kernel that writes too far would leave a trace."""
 

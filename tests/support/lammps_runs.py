@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import subprocess
-import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -20,6 +19,7 @@ from forgefield.models.building import build_model
 from forgefield.models.resolving import resolve_model
 from forgefield.runs import Run, create_run_from_model
 from tests.support.launching import clean_environment
+from tests.support.warm_commands import warm_commands
 
 SPECIES = ("Cu", "Au")
 CUTOFF = 3.6
@@ -176,10 +176,8 @@ def launch(
     folder: Path, ranks: int, *arguments: str, timeout: float = 280, **environment: str
 ) -> subprocess.CompletedProcess[str]:
     """`forgefield lammps -in in.lammps` in `folder`, by the mpirun that belongs to LAMMPS."""
-    return launch_command(
-        folder, ranks, sys.executable, "-m", "forgefield", "lammps", "-in", "in.lammps", *arguments,
-        timeout=timeout, **environment,
-    )  # fmt: skip
+    command = [str(warm_commands() / "forgefield"), "lammps", "-in", "in.lammps", *arguments]
+    return launch_command(folder, ranks, *command, timeout=timeout, **environment)
 
 
 def launch_command(

@@ -1,4 +1,4 @@
-"""Starts N processes of `train_many` the way the command does: python -m tests.support.ranks N CONFIG."""
+"""Starts N processes of a command as `forgefield train` does it: python -m tests.support.ranks N COMMAND ..."""
 
 import os
 import sys
@@ -6,5 +6,4 @@ import sys
 from forgefield.parallel.spawn import run_ranks
 
 if __name__ == "__main__":
-    command = [sys.executable, "-m", "tests.support.train_many", sys.argv[2]]
-    sys.exit(run_ranks(command, int(sys.argv[1]), environ=os.environ))
+    sys.exit(run_ranks(sys.argv[2:], int(sys.argv[1]), environ=os.environ))

@@ -7,9 +7,12 @@ For tests of what a process does. Tests of how a process is started (launchers, 
 from __future__ import annotations
 
 import atexit
+import fcntl
+import gc
 import json
 import os
 import runpy
+import select
 import signal
 import socket
 import subprocess
@@ -29,32 +32,59 @@ ROOT = Path(__file__).parents[2]
 
 
 class Warm:
-    """A process that runs `python -m MODULE WORDS`. out, err: open files for what it prints."""
+    """A process that runs `python -m MODULE WORDS`. out, err: files for what it prints, by default temporary ones."""
 
     def __init__(
-        self, words: Sequence[str], folder: Path, environ: Mapping[str, str], out: IO[str], err: IO[str]
+        self,
+        words: Sequence[str],
+        folder: Path,
+        environ: Mapping[str, str],
+        out: IO[str] | None = None,
+        err: IO[str] | None = None,
     ) -> None:
         self.words = list(words)
+        self.returncode: int | None = None
+        self.out = tempfile.TemporaryFile("w+") if out is None else out  # noqa: SIM115
+        self.err = tempfile.TemporaryFile("w+") if err is None else err  # noqa: SIM115
         self._answers, theirs = socket.socketpair()
         request = {"words": self.words, "folder": str(folder), "environ": dict(environ)}
         with theirs:
-            socket.send_fds(_server(), [b"+"], [theirs.fileno(), out.fileno(), err.fileno()])
+            socket.send_fds(_server(), [b"+"], [theirs.fileno(), self.out.fileno(), self.err.fileno()])
         self._answers.sendall(json.dumps(request).encode() + b"\n")
-        self._lines = self._answers.makefile()
-        self.pid = int(self._lines.readline())
+        self.pid = self._number()
 
-    def wait(self, timeout: float) -> int:
+    def poll(self) -> int | None:
+        """Its exit code, or None while it runs."""
+        if self.returncode is None and select.select([self._answers], [], [], 0)[0]:
+            self.returncode = self._number()
+        return self.returncode
+
+    def wait(self, timeout: float = 200) -> int:
         """Its exit code, negative for a signal. After `timeout` seconds it is killed, and that is an error."""
-        self._answers.settimeout(max(timeout, 0.01))
-        try:
-            code = self._lines.readline()
-        except TimeoutError:
-            os.kill(self.pid, signal.SIGKILL)
-            raise subprocess.TimeoutExpired(self.words, timeout) from None
-        finally:
-            self._lines.close()
-            self._answers.close()
-        return int(code)
+        if self.returncode is None:
+            self._answers.settimeout(max(timeout, 0.01))
+            try:
+                self.returncode = self._number()
+            except TimeoutError:
+                os.kill(self.pid, signal.SIGKILL)
+                raise subprocess.TimeoutExpired(self.words, timeout) from None
+            finally:
+                self._answers.close()
+        return self.returncode
+
+    def printed(self) -> tuple[str, str]:
+        """What it has printed so far as output and as errors."""
+        for file in (self.out, self.err):
+            file.seek(0)
+        return self.out.read(), self.err.read()
+
+    def _number(self) -> int:
+        line = b""
+        while not line.endswith(b"\n"):
+            if not (byte := self._answers.recv(1)):
+                raise EOFError("the process that forks has ended")
+            line += byte
+        return int(line)
 
 
 LAUNCHERS = {"forgefield": {"FORGEFIELD_LAUNCHER": "forgefield"}, "torchrun": {"TORCHELASTIC_RUN_ID": "warm"}}
@@ -96,9 +126,15 @@ def _run(
         processes = [Warm(words, folder, environ, out, err) for folder, environ in places]
         end = time.monotonic() + timeout
         codes = [process.wait(end - time.monotonic()) for process in processes]
-        out.seek(0)
-        err.seek(0)
-        return subprocess.CompletedProcess(list(words), next(filter(None, codes), 0), out.read(), err.read())
+        return subprocess.CompletedProcess(list(words), next(filter(None, codes), 0), *processes[0].printed())
+
+
+def start_from(connection: socket.socket) -> None:
+    """Start the process for which another program asks. It has sent its open files; the rest of what `Warm` sends follows."""
+    _, files, _, _ = socket.recv_fds(connection, 1, 3)
+    socket.send_fds(_server(), [b"+"], [connection.fileno(), *files])
+    for file in files:
+        os.close(file)
 
 
 @cache
@@ -123,7 +159,7 @@ def _server() -> socket.socket:
 def _requests(channel: socket.socket) -> dict[str, Any]:
     """Fork for each request. Returns only in the process that is to do what one asks for."""
     while True:
-        _, files, _, _ = socket.recv_fds(channel, 1, 3)
+        _, files, _, _ = socket.recv_fds(channel, 1, 4)
         with suppress(ChildProcessError):
             while os.waitpid(-1, os.WNOHANG)[0]:
                 pass  # so that their time is counted with that of this process
@@ -136,8 +172,11 @@ def _requests(channel: socket.socket) -> dict[str, Any]:
             os.close(file)
 
 
-def _request(answers: int, out: int, err: int) -> dict[str, Any]:
-    """Fork once more and tell how the new process ends. Returns only in the new one."""
+def _request(answers: int, *files: int) -> dict[str, Any]:
+    """Fork once more and tell how the new process ends. Returns only in the new one.
+
+    files: its output, its errors, and those that it is to find under certain numbers.
+    """
     connection = socket.socket(fileno=answers)
     with connection.makefile() as lines:
         request: dict[str, Any] = json.loads(lines.readline())
@@ -149,15 +188,17 @@ def _request(answers: int, out: int, err: int) -> dict[str, Any]:
         os._exit(0)
     connection.close()
     os.setsid()
-    os.dup2(out, 1)
-    os.dup2(err, 2)
-    os.close(out)
-    os.close(err)
+    copies = [fcntl.fcntl(file, fcntl.F_DUPFD, 1000) for file in files]  # away from the numbers they are to get
+    os.closerange(3, 1000)
+    for copy, number in zip(copies, [1, 2, *request.get("numbers", [])], strict=True):
+        os.dup2(copy, number, inheritable=True)
+        os.close(copy)
     return request
 
 
 def _become(request: dict[str, Any]) -> None:
     """What a new Python process would do with its command."""
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell starts background jobs with Ctrl-C ignored
     os.environ.clear()
     os.environ.update(request["environ"])
     os.chdir(request["folder"])
@@ -172,4 +213,5 @@ if __name__ == "__main__":
         import forgefield.cli.train
         import forgefield.models.nequip.model  # noqa: F401
 
+    gc.freeze()  # as in a command: what was imported stays, and a collection would copy all of it in every process
     _become(_requests(socket.socket(fileno=int(sys.argv[1]))))

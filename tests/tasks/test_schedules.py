@@ -46,7 +46,7 @@ def test_first_and_last_step_have_exactly_the_first_and_the_last_value(kind, fir
     st.floats(1e-300, 1e300),
     st.floats(0, 1),
 )
-def test_weights_go_one_way_between_their_ends_wherever_a_schedule_begins(
+def test_weights_are_monotonic_between_their_ends_wherever_a_schedule_begins(
     kind, first, last, steps, begin, length, slope, centre
 ):
     """Also where it begins or ends after the end of the training."""
@@ -82,7 +82,7 @@ def test_shapes_are_those_of_their_formulas():
         assert found == pytest.approx(expected, rel=1e-2 if kind == "sigmoid" else 1e-12)
 
 
-def test_a_schedule_begins_and_ends_where_it_is_told_in_steps_or_epochs():
+def test_a_schedule_begins_and_ends_at_the_configured_steps_or_epochs():
     schedule = WeightSchedule(1.0, "linear", 3.0, unit="epoch", begin=2, end=4)
     assert [schedule.value(at(0, epoch=e, epochs=9)) for e in range(6)] == [1.0, 1.0, 1.0, 2.0, 3.0, 3.0]
     steps = WeightSchedule(1.0, "step", [5.0, 0.5], at=(3, 6))

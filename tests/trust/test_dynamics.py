@@ -108,7 +108,7 @@ def test_the_volume_of_an_ideal_gas_at_constant_pressure_is_that_of_its_equation
     assert np.mean(temperatures[500:]) == pytest.approx(temperature, rel=0.1)
 
 
-def test_molecules_in_a_vacuum_neither_move_nor_rotate_as_a_whole():
+def test_molecules_in_a_vacuum_neither_drift_nor_rotate():
     for name, degrees in (("H2O", 3), ("CO2", 4), ("N2", 1)):
         atoms = molecule(name)
         atoms.calc = EMT()

@@ -154,7 +154,7 @@ def test_phonons_are_skipped_without_phonopy(tmp_path, monkeypatch):
     assert "pip install 'forgefield[evaluate]'" in report.results[0]["notes"][0]
 
 
-def test_known_numbers_are_a_reference(tmp_path):
+def test_published_numbers_are_a_reference(tmp_path):
     (tmp_path / "known.json").write_text(json.dumps({"eos.Cu.volume": 11.81}))
     run = emt_run(tmp_path, ["Cu"])
     report = forgefield.evaluate(run, suite="crystal", only=["eos"], reference=str(tmp_path / "known.json"))

@@ -114,7 +114,7 @@ def test_a_loop_that_was_killed_ends_as_an_uninterrupted_one(uninterrupted, tmp_
     if at_label is not None:
         monkeypatch.setenv("KILL_AT_LABEL", str(at_label))
         process = start_command(tmp_path, "learn", loop.name, "--device", "cpu")
-        assert process.wait() == -signal.SIGKILL, process.stdout.read()
+        assert process.wait() == -signal.SIGKILL, process.printed()
         monkeypatch.delenv("KILL_AT_LABEL")
         assert len((tmp_path / "labels.txt").read_text().splitlines()) == at_label - 1
     else:

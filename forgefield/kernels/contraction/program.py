@@ -175,17 +175,17 @@ def _back_through(stage: Stage, degree: int, names: list[list[str]], to: dict[st
 
 def _moved(statements: Iterable[Statement], moving: Iterable[str]) -> list[Statement]:
     """The statements, each followed by that of its tangent. moving: names from outside that have tangents."""
-    known, result = set(moving), []
+    defined, result = set(moving), []
     for statement in statements:
         result.append(statement)
         terms = [
             (c, (*names[:position], f"d{name}", *names[position + 1 :]))
             for c, names in statement.terms
             for position, name in enumerate(names)
-            if name in known
+            if name in defined
         ]
         if terms:
-            known.add(statement.name)
+            defined.add(statement.name)
         result.append(Statement(f"d{statement.name}", tuple(terms)))
     return result
 

@@ -169,15 +169,15 @@ def _sum_kernel() -> Any:
         total = tl.zeros([block], out.dtype.element_ty)
         for next in range(begin, end, some):
             for number in tl.static_range(some):
-                known = next + number < end
-                row = tl.load(order + next + number, mask=known, other=0).to(tl.int64)
+                valid = next + number < end
+                row = tl.load(order + next + number, mask=valid, other=0).to(tl.int64)
                 if ranged:
-                    known = known & (row >= begin_edge) & (row < end_edge)
+                    valid = valid & (row >= begin_edge) & (row < end_edge)
                     row -= begin_edge
-                found = tl.load(
-                    rows + row * columns + column, mask=inside & known, other=0.0, eviction_policy="evict_first"
+                values = tl.load(
+                    rows + row * columns + column, mask=inside & valid, other=0.0, eviction_policy="evict_first"
                 )
-                total += found.to(out.dtype.element_ty)
+                total += values.to(out.dtype.element_ty)
         column += first
         start = tl.load(where + column, mask=inside, other=0)
         length = tl.load(where + dim + column, mask=inside, other=0)

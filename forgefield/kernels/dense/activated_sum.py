@@ -132,12 +132,12 @@ def _kernels() -> SimpleNamespace:
         to_v = g * first
         to_w = g * v * s
         if moves:
-            further = n.to(tl.int64) * width
-            dv = inner * tl.load(channels + further + offset, mask=inside, other=0.0)
+            plane = n.to(tl.int64) * width
+            dv = inner * tl.load(channels + plane + offset, mask=inside, other=0.0)
             h = tl.load(to + n + row, mask=row < n, other=0.0)[:, None]
             to_v += h * dv * s * (1.0 - s) * (2.0 + v * (1.0 - 2.0 * s))
             to_w += h * dv * first
-            tl.store(out + further + offset, w * h * first, mask=inside)
+            tl.store(out + plane + offset, w * h * first, mask=inside)
         tl.store(out + offset, w * to_v, mask=inside)
         if sums:
             total = outer * tl.sum(to_w, 0)

@@ -59,11 +59,11 @@ def make_matrices(
             for begin in range(0, n_embedding, eight):
                 for step in tl.static_range(eight):
                     v = begin + step
-                    known = v < n_embedding
-                    weight = tl.load(weights + (line + v * width), mask=inside & known, other=0.0).to(tl.float64)
-                    given = embedding + kind * n_embedding + v
-                    one += weight * tl.load(given, mask=known, other=0.0).to(tl.float64)
-                    two += weight * tl.load(given + n_embedding, mask=known & both, other=0.0).to(tl.float64)
+                    valid = v < n_embedding
+                    weight = tl.load(weights + (line + v * width), mask=inside & valid, other=0.0).to(tl.float64)
+                    entry = embedding + kind * n_embedding + v
+                    one += weight * tl.load(entry, mask=valid, other=0.0).to(tl.float64)
+                    two += weight * tl.load(entry + n_embedding, mask=valid & both, other=0.0).to(tl.float64)
             put(out, packed, constant * one, length, row, column, kind, rows, width, n_species, inside)
             put(out, packed, constant * two, length, row, column, kind + 1, rows, width, n_species, inside & both)
 
@@ -79,12 +79,12 @@ def put(out, packed, total, length, row, column, kind, rows, width, n_kinds, ins
         high = tl.where(single == single, high, single)  # the bits of a NaN may become those of zero
     low = single - high
     same = (row[:, None] * n_kinds + kind) * width + column[None, :]
-    turned = row[:, None] + (kind * width + column[None, :]) * rows
+    transposed = row[:, None] + (kind * width + column[None, :]) * rows
     tl.store(out + same, single, mask=inside)
     tl.store(packed + 2 * length + same, high, mask=inside)
     tl.store(packed + 3 * length + same, low, mask=inside)
-    tl.store(packed + turned, high, mask=inside)
-    tl.store(packed + length + turned, low, mask=inside)
+    tl.store(packed + transposed, high, mask=inside)
+    tl.store(packed + length + transposed, low, mask=inside)
 
 
 @triton.jit(do_not_specialize=["n_species", "n_embedding"])
@@ -130,24 +130,26 @@ def matrices_to_weights(
         column = tl.multiple_of(tl.load(about + 7).to(tl.int32), across) + tl.arange(0, across)
         inside = column < width
         v = tl.arange(0, wide)
-        known = v < n_embedding
-        both = known[:, None] & inside[None, :]
+        valid = v < n_embedding
+        both = valid[:, None] & inside[None, :]
         line = v[:, None] * width + column[None, :]
         step = n_embedding * width
         for row in range(first, last):
             total = tl.zeros([wide, across], to_weights.dtype.element_ty)
             for kind in range(n_species):
-                given = tl.load(to_out + (row * n_species + kind) * width + column, mask=inside, other=0.0)
-                total += tl.load(embedding + kind * n_embedding + v, mask=known, other=0.0)[:, None] * given[None, :]
+                cotangent = tl.load(to_out + (row * n_species + kind) * width + column, mask=inside, other=0.0)
+                total += (
+                    tl.load(embedding + kind * n_embedding + v, mask=valid, other=0.0)[:, None] * cotangent[None, :]
+                )
             tl.store(to_weights + (row * step + line), constant * total, mask=both)
         if sums:
             for kind in range(n_species):
                 total = tl.zeros([wide, across], to_weights.dtype.element_ty)
                 for row in range(first, last):
-                    given = tl.load(to_out + (row * n_species + kind) * width + column, mask=inside, other=0.0)
-                    total += tl.load(weights + (row * step + line), mask=both, other=0.0) * given[None, :]
+                    cotangent = tl.load(to_out + (row * n_species + kind) * width + column, mask=inside, other=0.0)
+                    total += tl.load(weights + (row * step + line), mask=both, other=0.0) * cotangent[None, :]
                 slot = tl.program_id(0) * n_species + kind
-                tl.store(parts + slot * n_embedding + v, constant * tl.sum(total, 1), mask=known)
+                tl.store(parts + slot * n_embedding + v, constant * tl.sum(total, 1), mask=valid)
 
 
 @triton.jit(do_not_specialize=["n_parts", "n_embedding"])
@@ -158,6 +160,6 @@ def add_embedding(parts, out, n_parts, n_embedding, many: tl.constexpr, wide: tl
     total = tl.zeros([many, wide], parts.dtype.element_ty)
     for begin in range(0, n_parts, many):
         part = begin + tl.arange(0, many)
-        known = (part < n_parts)[:, None] & (v < n_embedding)[None, :]
-        total += tl.load(parts + part[:, None] * step + (kind * n_embedding + v)[None, :], mask=known, other=0.0)
+        valid = (part < n_parts)[:, None] & (v < n_embedding)[None, :]
+        total += tl.load(parts + part[:, None] * step + (kind * n_embedding + v)[None, :], mask=valid, other=0.0)
     tl.store(out + kind * n_embedding + v, tl.sum(total, 0), mask=v < n_embedding)

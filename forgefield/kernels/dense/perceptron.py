@@ -218,10 +218,10 @@ def _slope_below(
             made = tl.dot(tl.load(a), tl.load(b), made, input_precision="tf32")
             a += BN
             b += BN * w_step
-    known = tl.load(kept + m[:, None] * kept_step + k[None, :], mask=k[None, :] < K, other=0.0).to(tl.float32)
+    derivative = tl.load(kept + m[:, None] * kept_step + k[None, :], mask=k[None, :] < K, other=0.0).to(tl.float32)
     if not KEEPS:
-        known = _derivative(known, NAME)
-    made *= known
+        derivative = _derivative(derivative, NAME)
+    made *= derivative
     _store(below, below_t, _factor(made, below, ROUNDS), m, k, K, kept_step, t_step, TRANSPOSED)
     tl.store(columns + at_m * kept_step + k, tl.sum(made, 0), mask=k < K)
 
@@ -247,9 +247,9 @@ def layer_backwards(
         else:
             _gradient(slope, x, dw, at_n, at_k, P, N, K, slope_step, x_step, TRANSPOSED, BN, BK, BP)
     else:
-        number, beside = program - of_weights, tl.cdiv(K, XK)
+        number, n_across = program - of_weights, tl.cdiv(K, XK)
         _slope_below(
-            slope, w, kept, below, below_t, columns, number // beside, number % beside, N, K, slope_step, w_step, kept_step,
+            slope, w, kept, below, below_t, columns, number // n_across, number % n_across, N, K, slope_step, w_step, kept_step,
             t_step, NAME, KEEPS, TRANSPOSED, ROUNDS, XM, XK, XN,
         )  # fmt: skip
 

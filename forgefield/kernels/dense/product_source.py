@@ -22,7 +22,7 @@ def multiply(
     place,
     low,
     columns: tl.constexpr,
-    own: tl.constexpr,
+    by_species: tl.constexpr,
     in_order: tl.constexpr,
     adds: tl.constexpr,
     aligned: tl.constexpr,
@@ -62,7 +62,7 @@ def multiply(
             row = row.to(tl.int64)
         n_steps = tl.cdiv(depth, bk)
         n_all = n_steps
-        if own:
+        if by_species:
             own_start = tl.load(about + 7)
             own_depth = tl.load(about + 8).to(tl.int32)
             own_b = tl.load(about + 9)
@@ -78,13 +78,13 @@ def multiply(
             n_all += (highest - lowest + 1) * own_steps
             own_steps = tl.maximum(own_steps, 1)
         column = tl.program_id(0) % across * bn + tl.arange(0, bn)
-        known = column < width
+        valid = column < width
         split: tl.constexpr = fields.dtype.element_ty == tl.float32 and precision != "tf32"
         total = tl.zeros([bm, bn], tl.float64 if precision == "float64" else fields.dtype.element_ty)
         for step in range(n_all):
             begin = step * bk
             read = inside
-            if own:
+            if by_species:
                 late = step >= n_steps
                 which = lowest + (step - n_steps) // own_steps
                 begin = tl.where(late, (step - n_steps) % own_steps * bk, begin)
@@ -111,14 +111,14 @@ def multiply(
                 other=0.0,
             )
             b_line = k[:, None] + column[None, :] * b_pitch
-            b_known = (k < limit)[:, None] & known[None, :]
-            b = tl.load(matrices + from_b + b_line, mask=b_known, other=0.0)
+            b_valid = (k < limit)[:, None] & valid[None, :]
+            b = tl.load(matrices + from_b + b_line, mask=b_valid, other=0.0)
             # b: leading bits of float32; the remainders follow after `low` numbers
             if split:
                 from_low = from_b + low
                 if aligned:
                     from_low = tl.multiple_of(from_low, 16)
-                b_low = tl.load(matrices + from_low + b_line, mask=b_known, other=0.0)
+                b_low = tl.load(matrices + from_low + b_line, mask=b_valid, other=0.0)
             if precision == "float64":
                 b = (b + b_low).to(tl.float64)  # the sum is the number that was split
                 total = tl.dot(a.to(tl.float64), b, total, out_dtype=tl.float64)
@@ -136,7 +136,7 @@ def multiply(
                     a_high = tl.where(a == a, a_high, a)  # the bits of a NaN may become those of zero
                     total = tl.dot(a_high, b, total, input_precision="tf32")
         result = row[:, None] * width + column[None, :]
-        write = inside[:, None] & known[None, :]
+        write = inside[:, None] & valid[None, :]
         if adds:
             add = tl.load(about + 12)
             more = fields + add * twice + here * width + result
@@ -175,12 +175,12 @@ def parts_of_16_bits(x):
 
 
 @triton.jit
-def add_turned(total, a, g, known, precision: tl.constexpr):
+def add_transposed(total, a, g, valid, precision: tl.constexpr):
     """total + a^T g, of tiles a (rows, bm) and g (rows, bn)."""
     if precision == "bf16x6":
-        # What is known is asked once more, because Triton reads a tile number by number where nothing but arithmetic stands
+        # The mask is applied once more, because Triton reads a tile number by number where nothing but arithmetic stands
         # between it and the product.
-        a1, a2, a3 = parts_of_16_bits(tl.where(known, a, 0.0))
+        a1, a2, a3 = parts_of_16_bits(tl.where(valid, a, 0.0))
         g1, g2, g3 = parts_of_16_bits(g)
         part = tl.dot(tl.trans(a3), g1)
         part = tl.dot(tl.trans(a1), g3, part)
@@ -189,7 +189,7 @@ def add_turned(total, a, g, known, precision: tl.constexpr):
         part = tl.dot(tl.trans(a1), g2, part)
         total += tl.dot(tl.trans(a1), g1, part)
     elif precision == "bf16x3":
-        a1, a2, a3 = parts_of_16_bits(tl.where(known, a, 0.0))
+        a1, a2, a3 = parts_of_16_bits(tl.where(valid, a, 0.0))
         g1, g2, g3 = parts_of_16_bits(g)
         part = tl.dot(tl.trans(a2), g1)
         part = tl.dot(tl.trans(a1), g2, part)
@@ -222,7 +222,7 @@ def contract(
     n_atoms,
     n_chunks,
     columns: tl.constexpr,
-    own: tl.constexpr,
+    by_species: tl.constexpr,
     aligned: tl.constexpr,
     far: tl.constexpr,
     precision: tl.constexpr,
@@ -267,16 +267,16 @@ def contract(
             row = r
             if far:
                 row = row.to(tl.int64)
-            known = (r < last)[:, None] & (m < depth)[None, :]
-            a = tl.load(a_from + (row[:, None] * depth + m[None, :]), mask=known, other=0.0)
+            valid = (r < last)[:, None] & (m < depth)[None, :]
+            a = tl.load(a_from + (row[:, None] * depth + m[None, :]), mask=valid, other=0.0)
             g = tl.load(
                 g_from + (row[:, None] * width + n[None, :]),
                 mask=(r < last)[:, None] & (n < width)[None, :],
                 other=0.0,
             )
-            total = add_turned(total, a, g, known, precision)
+            total = add_transposed(total, a, g, valid, precision)
         tl.store(target + (depth * width).to(tl.int64) * chunk, total, mask=write)
-    elif own:
+    elif by_species:
         # atoms by species: a chunk may hold the end of one and the start of others
         length = tl.cdiv(n_atoms, n_chunks * components)
         first = chunk * length
@@ -292,18 +292,18 @@ def contract(
                 for step in range(n_blocks * components * 2):
                     at = since + step % n_blocks * bk + tl.arange(0, bk)
                     atom = tl.load(order + at, mask=at < until, other=0)
-                    turn = step // n_blocks  # place, then component
-                    row = atom * components + turn % components + turn // components * n_rows
+                    pair = step // n_blocks  # place, then component
+                    row = atom * components + pair % components + pair // components * n_rows
                     if far:
                         row = row.to(tl.int64)
-                    known = (at < until)[:, None] & (m < depth)[None, :]
-                    a = tl.load(a_from + (row[:, None] * depth + m[None, :]), mask=known, other=0.0)
+                    valid = (at < until)[:, None] & (m < depth)[None, :]
+                    a = tl.load(a_from + (row[:, None] * depth + m[None, :]), mask=valid, other=0.0)
                     g = tl.load(
                         g_from + (row[:, None] * width + n[None, :]),
                         mask=(at < until)[:, None] & (n < width)[None, :],
                         other=0.0,
                     )
-                    total = add_turned(total, a, g, known, precision)
+                    total = add_transposed(total, a, g, valid, precision)
                 # the steps of a stair: no two of (chunk, kind) have the same sum
                 tl.store(target + (depth * width).to(tl.int64) * (chunk + kind), total, mask=write)
 

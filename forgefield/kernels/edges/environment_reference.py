@@ -93,5 +93,5 @@ class ReferenceEdges:
         return torch.cat([part.sum(1) for part in parts], 1)
 
     def _of_harmonics(self, values: Tensor) -> Tensor:
-        found = values.sum(2)
-        return torch.cat([torch.zeros_like(found[:, :1]), found[:, 1:]], 1)
+        summed = values.sum(2)
+        return torch.cat([torch.zeros_like(summed[:, :1]), summed[:, 1:]], 1)

@@ -98,8 +98,8 @@ def _launch(name: str, l_max: int, n_intervals: int, tensors: dict[str, Tensor])
     if n_edges:
         numbers = {"n_edges": n_edges, "n_intervals": n_intervals}
         numbers |= {"row": tensors["harmonics"].stride(0), "step": tensors["place"].stride(0)}
-        given = {**tensors, **numbers}
-        arguments = ARGUMENTS.bind(f"geometry_{name}", given, unused=tensors["vectors"], used=USED[name])
+        named = {**tensors, **numbers}
+        arguments = ARGUMENTS.bind(f"geometry_{name}", named, unused=tensors["vectors"], used=USED[name])
         kernel = _kernel(name, l_max, tensors["inverse_cutoff"].numel() > 1)
         kernel[(-(-n_edges // EDGES),)](**arguments, num_warps=EDGES // 32)
 
@@ -124,11 +124,11 @@ def write_geometry(name: str, l_max: int, each: bool) -> str:
     lines += [] if name == "cotangents" else _harmonics(l_max)
     n_harmonics = (l_max + 1) ** 2
     if name == "values":
-        lines += ["whole = tl.minimum(scaled, n_intervals - 1.0).to(tl.int32)"]
+        lines += ["interval = tl.minimum(scaled, n_intervals - 1.0).to(tl.int32)"]
         lines += [f"tl.store(harmonics + edge * {n_harmonics} + {j}, y{j}, mask=inside)" for j in range(n_harmonics)]
-        lines += ["middle = whole.to(tl.float64) + 0.5"]
+        lines += ["middle = interval.to(tl.float64) + 0.5"]
         lines += ["tl.store(place + edge, tl.minimum(scaled, n_intervals) - middle, mask=inside)"]
-        lines += ["tl.store(at + edge, whole.to(tl.int16), mask=inside)"]
+        lines += ["tl.store(at + edge, interval.to(tl.int16), mask=inside)"]
         lines += [f"tl.store(result + edge * 3 + {i}, u{i}, mask=inside)" for i in range(3)]
     elif name == "tangents":
         lines += [f"m{i} = tl.load(tangents + edge * 3 + {i}, mask=inside, other=0.0)" for i in range(3)]

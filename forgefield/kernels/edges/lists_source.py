@@ -208,5 +208,5 @@ def reverse_listed(pointers, ordered, reverse, steps: tl.constexpr, block: tl.co
             less = searching & (tl.load(ordered + middle, mask=searching, other=0) < wanted)
             low = tl.where(less, middle + 1, low)
             high = tl.where(searching & ~less, middle, high)
-        found = tl.minimum(low, tl.load(pointers + j + 1, mask=inside, other=1) - 1)
-        tl.store(reverse + at, tl.maximum(found, 0).to(tl.int32), mask=inside)
+        position = tl.minimum(low, tl.load(pointers + j + 1, mask=inside, other=1) - 1)
+        tl.store(reverse + at, tl.maximum(position, 0).to(tl.int32), mask=inside)

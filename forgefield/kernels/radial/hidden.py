@@ -57,7 +57,7 @@ class HiddenCurves:
         n_weights = first.numel()
         parts, gradient = self.basis.new_empty((grid[0], n_weights)), torch.empty_like(first)
         _kernels().to_first[grid](
-            **self._arguments(first), given=to_curves.contiguous(), parts=parts, n_weights=n_weights, num_warps=8
+            **self._arguments(first), inputs=to_curves.contiguous(), parts=parts, n_weights=n_weights, num_warps=8
         )
         _kernels().add_parts[(-(-n_weights // 128),)](
             parts=parts, out=gradient, n_parts=grid[0], n_columns=n_weights, block=128, num_warps=4
@@ -117,13 +117,13 @@ class _Curves(torch.autograd.Function):
         hidden: list[Tensor] = []
         for factor, scale in zip(factors[1:], scales[:-1], strict=True):
             hidden.append(torch.empty_like(inner[-1]))
-            _launch("activate", hidden[-1].numel() // 2, given=inner[-1], out=hidden[-1], scale=scale)
+            _launch("activate", hidden[-1].numel() // 2, inputs=inner[-1], out=hidden[-1], scale=scale)
             inner.append(torch.bmm(hidden[-1], factor))
         n_intervals = basis.shape[0] - 1
         shape = (len(inner[-1]), n_intervals, 4, inner[-1].shape[2])
         curves = torch.empty(shape, dtype=matrices[0].dtype, device=basis.device)
         about: dict[str, float] = {"n_intervals": n_intervals, "scale": scales[-1], "gain": gain}
-        _launch("curves_of", curves.numel() // 4, given=inner[-1], out=curves, **about)
+        _launch("curves_of", curves.numel() // 4, inputs=inner[-1], out=curves, **about)
         ctx.save_for_backward(basis, *factors, *inner, *hidden)
         ctx.scales, ctx.gain, ctx.dtype = scales, gain, matrices[0].dtype
         return curves
@@ -136,20 +136,20 @@ class _Curves(torch.autograd.Function):
         factors, inner, hidden = rest[:depth], rest[depth : 2 * depth], rest[2 * depth :]
         to = torch.empty_like(inner[-1])
         about = {"n_intervals": basis.shape[0] - 1, "scale": ctx.scales[-1], "gain": ctx.gain}
-        _launch("to_last", to.numel() // 2, given=inner[-1], to=to_curves.contiguous(), out=to, **about)
+        _launch("to_last", to.numel() // 2, inputs=inner[-1], to=to_curves.contiguous(), out=to, **about)
         gradients: list[Tensor] = []
         for number in range(depth - 1, 0, -1):
             gradients.append(torch.bmm(hidden[number - 1].transpose(1, 2), to))
             to_hidden = torch.bmm(to, factors[number].transpose(1, 2))
             to = torch.empty_like(to)
             scale = ctx.scales[number - 1]
-            _launch("to_inner", to.numel() // 2, given=inner[number - 1], to=to_hidden, out=to, scale=scale)
+            _launch("to_inner", to.numel() // 2, inputs=inner[number - 1], to=to_hidden, out=to, scale=scale)
         gradients.append(torch.matmul(basis.flatten(0, 1).t(), to))
         return (None, None, None, *(gradient.to(ctx.dtype) for gradient in reversed(gradients)))
 
 
-def _launch(name: str, n: int, *, given: Tensor, **arguments: Tensor | float) -> None:
+def _launch(name: str, n: int, *, inputs: Tensor, **arguments: Tensor | float) -> None:
     """Launch a kernel for n elements of hidden channels, each with its slope. given: rows as wide as the networks."""
     block = _block()
     kernel = getattr(_kernels(), name)
-    kernel[(-(-n // block),)](given=given, **arguments, n=n, width=given.shape[2], block=block, num_warps=4)
+    kernel[(-(-n // block),)](inputs=inputs, **arguments, n=n, width=inputs.shape[2], block=block, num_warps=4)

@@ -118,25 +118,25 @@ def _kernel() -> Any:
         half: tl.constexpr = 1 << (bits - 1)
         mask: tl.constexpr = (1 << bits) - 1
         interval = tl.program_id(0) * rows + tl.arange(0, rows)
-        known = interval < n_intervals
+        valid = interval < n_intervals
         largest = tl.zeros([rows], tl.float32)
         for first in tl.static_range(0, columns, block):
             c = first + tl.arange(0, block)
-            inside = known[:, None] & (c < columns)[None, :]
-            given = table + interval[:, None] * (4 * columns) + c[None, :]
-            c3 = tl.load(given + 3 * columns, mask=inside, other=0.0)
+            inside = valid[:, None] & (c < columns)[None, :]
+            coefficients = table + interval[:, None] * (4 * columns) + c[None, :]
+            c3 = tl.load(coefficients + 3 * columns, mask=inside, other=0.0)
             largest = tl.maximum(largest, tl.max(tl.abs(c3), 1))
         of = tl.where(largest > smallest, largest / (half - 1.0), 0.0)
-        tl.store(unit + interval, of, mask=known)
+        tl.store(unit + interval, of, mask=valid)
         over = tl.where(of > 0.0, 1.0 / tl.where(of > 0.0, of, 1.0), 0.0)
         for first in tl.static_range(0, columns, block):
             c = first + tl.arange(0, block)
-            inside = known[:, None] & (c < columns)[None, :]
-            given = table + interval[:, None] * (4 * columns) + c[None, :]
-            c0 = tl.load(given, mask=inside, other=0.0)
-            c1 = tl.load(given + columns, mask=inside, other=0.0)
-            c2 = tl.load(given + 2 * columns, mask=inside, other=0.0)
-            c3 = tl.load(given + 3 * columns, mask=inside, other=0.0)
+            inside = valid[:, None] & (c < columns)[None, :]
+            coefficients = table + interval[:, None] * (4 * columns) + c[None, :]
+            c0 = tl.load(coefficients, mask=inside, other=0.0)
+            c1 = tl.load(coefficients + columns, mask=inside, other=0.0)
+            c2 = tl.load(coefficients + 2 * columns, mask=inside, other=0.0)
+            c3 = tl.load(coefficients + 3 * columns, mask=inside, other=0.0)
             rounded = c3 * over[:, None] + rounding
             number = (rounded.to(tl.int32, bitcast=True) + half) & mask
             all_bits = c2.to(tl.int32, bitcast=True)

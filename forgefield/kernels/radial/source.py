@@ -51,15 +51,15 @@ def to_knot(where, width, begins, ends):
 
 
 @triton.jit
-def hidden(basis, first, knot, known, column, inside, n_basis: tl.constexpr, width: tl.constexpr, scale: tl.constexpr):
+def hidden(basis, first, knot, valid, column, inside, n_basis: tl.constexpr, width: tl.constexpr, scale: tl.constexpr):
     """Values and slopes before the activation, at some knots of some channels."""
     like = knot[:, None] + column[None, :]
     v = tl.zeros_like(like).to(tl.float64)
     dv = tl.zeros_like(like).to(tl.float64)
     for b in tl.static_range(n_basis):
         w = scale * tl.load(first + b * width + column, mask=inside, other=0.0).to(tl.float64)
-        x = tl.load(basis + knot * 2 * n_basis + b, mask=known, other=0.0)
-        dx = tl.load(basis + (knot * 2 + 1) * n_basis + b, mask=known, other=0.0)
+        x = tl.load(basis + knot * 2 * n_basis + b, mask=valid, other=0.0)
+        dx = tl.load(basis + (knot * 2 + 1) * n_basis + b, mask=valid, other=0.0)
         v += x[:, None] * w[None, :]
         dv += dx[:, None] * w[None, :]
     return v, dv
@@ -81,13 +81,13 @@ def curves(
     column = tl.program_id(1) * channels + tl.arange(0, channels)
     inside = column < width
     knot = tl.program_id(0) * knots + tl.arange(0, knots)
-    known = knot < n_intervals
-    v, dv = hidden(basis, first, knot, known, column, inside, n_basis, width, scale)
+    valid = knot < n_intervals
+    v, dv = hidden(basis, first, knot, valid, column, inside, n_basis, width, scale)
     h0, s0 = silu(v, dv)
-    v, dv = hidden(basis, first, knot + 1, known, column, inside, n_basis, width, scale)
+    v, dv = hidden(basis, first, knot + 1, valid, column, inside, n_basis, width, scale)
     h1, s1 = silu(v, dv)
     where = out + (knot * 4 * width)[:, None] + column[None, :]
-    both = known[:, None] & inside[None, :]
+    both = valid[:, None] & inside[None, :]
     store_polynomial(where, width, both, gain * h0, gain * s0, gain * h1, gain * s1)
 
 
@@ -95,7 +95,7 @@ def curves(
 def to_first(
     basis,
     first,
-    given,
+    inputs,
     parts,
     n_weights,
     n_intervals,
@@ -109,18 +109,18 @@ def to_first(
     column = tl.program_id(1) * channels + tl.arange(0, channels)
     inside = column < width
     knot = tl.program_id(0) * knots + tl.arange(0, knots)
-    known = knot <= n_intervals
+    valid = knot <= n_intervals
     # Of the polynomial that begins at a knot, and of the one that ends there.
-    where = given + (knot * 4 * width)[:, None] + column[None, :]
+    where = inputs + (knot * 4 * width)[:, None] + column[None, :]
     begins = (knot < n_intervals)[:, None] & inside[None, :]
-    ends = ((knot > 0) & known)[:, None] & inside[None, :]
+    ends = ((knot > 0) & valid)[:, None] & inside[None, :]
     to_h, to_s = to_knot(where, width, begins, ends)
-    v, dv = hidden(basis, first, knot, known, column, inside, n_basis, width, scale)
+    v, dv = hidden(basis, first, knot, valid, column, inside, n_basis, width, scale)
     to_v, to_dv = through_silu(v, dv, scale * gain * to_h, scale * gain * to_s)
     out = parts + tl.program_id(0).to(tl.int64) * n_weights
     for b in tl.static_range(n_basis):
-        x = tl.load(basis + knot * 2 * n_basis + b, mask=known, other=0.0)
-        dx = tl.load(basis + (knot * 2 + 1) * n_basis + b, mask=known, other=0.0)
+        x = tl.load(basis + knot * 2 * n_basis + b, mask=valid, other=0.0)
+        dx = tl.load(basis + (knot * 2 + 1) * n_basis + b, mask=valid, other=0.0)
         total = tl.sum(x[:, None] * to_v + dx[:, None] * to_dv, 0)
         tl.store(out + b * width + column, total, mask=inside)
 
@@ -136,26 +136,26 @@ def add_parts(parts, out, n_parts, n_columns, block: tl.constexpr):
 
 
 @triton.jit
-def activate(given, out, n, width: tl.constexpr, scale: tl.constexpr, block: tl.constexpr):
+def activate(inputs, out, n, width: tl.constexpr, scale: tl.constexpr, block: tl.constexpr):
     """f of `scale` times what is given, and its slope."""
     e = tl.program_id(0).to(tl.int64) * block + tl.arange(0, block)
     inside = e < n
     where = e // width * 2 * width + e % width
-    v = scale * tl.load(given + where, mask=inside, other=0.0)
-    dv = scale * tl.load(given + where + width, mask=inside, other=0.0)
+    v = scale * tl.load(inputs + where, mask=inside, other=0.0)
+    dv = scale * tl.load(inputs + where + width, mask=inside, other=0.0)
     h, s = silu(v, dv)
     tl.store(out + where, h, mask=inside)
     tl.store(out + where + width, s, mask=inside)
 
 
 @triton.jit
-def to_inner(given, to, out, n, width: tl.constexpr, scale: tl.constexpr, block: tl.constexpr):
+def to_inner(inputs, to, out, n, width: tl.constexpr, scale: tl.constexpr, block: tl.constexpr):
     """From cotangents of what `activate` makes of `given` those of `given`."""
     e = tl.program_id(0).to(tl.int64) * block + tl.arange(0, block)
     inside = e < n
     where = e // width * 2 * width + e % width
-    v = scale * tl.load(given + where, mask=inside, other=0.0)
-    dv = scale * tl.load(given + where + width, mask=inside, other=0.0)
+    v = scale * tl.load(inputs + where, mask=inside, other=0.0)
+    dv = scale * tl.load(inputs + where + width, mask=inside, other=0.0)
     to_h = scale * tl.load(to + where, mask=inside, other=0.0)
     to_s = scale * tl.load(to + where + width, mask=inside, other=0.0)
     to_v, to_dv = through_silu(v, dv, to_h, to_s)
@@ -165,14 +165,14 @@ def to_inner(given, to, out, n, width: tl.constexpr, scale: tl.constexpr, block:
 
 @triton.jit
 def curves_of(
-    given, out, n, n_intervals, width: tl.constexpr, scale: tl.constexpr, gain: tl.constexpr, block: tl.constexpr
+    inputs, out, n, n_intervals, width: tl.constexpr, scale: tl.constexpr, gain: tl.constexpr, block: tl.constexpr
 ):
     """`gain` times the polynomials of what `activate` would make: (networks, n_intervals, 4, width)."""
     e = tl.program_id(0).to(tl.int64) * block + tl.arange(0, block)
     inside = e < n
     row = e // width
     knot = row + row // n_intervals  # one more in every network
-    here = given + knot * 2 * width + e % width
+    here = inputs + knot * 2 * width + e % width
     v = scale * tl.load(here, mask=inside, other=0.0)
     dv = scale * tl.load(here + width, mask=inside, other=0.0)
     h0, s0 = silu(v, dv)
@@ -185,7 +185,7 @@ def curves_of(
 
 @triton.jit
 def to_last(
-    given, to, out, n, n_intervals, width: tl.constexpr, scale: tl.constexpr, gain: tl.constexpr, block: tl.constexpr
+    inputs, to, out, n, n_intervals, width: tl.constexpr, scale: tl.constexpr, gain: tl.constexpr, block: tl.constexpr
 ):
     """From cotangents of what `curves_of` makes of `given` those of `given`."""
     e = tl.program_id(0).to(tl.int64) * block + tl.arange(0, block)
@@ -194,7 +194,7 @@ def to_last(
     network, knot = row // (n_intervals + 1), row % (n_intervals + 1)
     where = to + (row - network) * 4 * width + e % width
     to_h, to_s = to_knot(where, width, inside & (knot < n_intervals), inside & (knot > 0))
-    here = given + row * 2 * width + e % width
+    here = inputs + row * 2 * width + e % width
     v = scale * tl.load(here, mask=inside, other=0.0)
     dv = scale * tl.load(here + width, mask=inside, other=0.0)
     to_v, to_dv = through_silu(v, dv, scale * gain * to_h, scale * gain * to_s)

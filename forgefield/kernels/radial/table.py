@@ -64,8 +64,8 @@ class Intervals:
 def _sorted(at: Tensor, count: int) -> SortedEdges:
     if use_kernels(at) and count <= MOST_INTERVALS and at.shape[0] <= MOST_EDGES:
         return SortedEdges(*sorted_by_kernels(at, count, CHUNK))
-    found, order = torch.sort(at, stable=True)
-    pointers = torch.searchsorted(found, torch.arange(count + 1, dtype=at.dtype, device=at.device))
+    intervals, order = torch.sort(at, stable=True)
+    pointers = torch.searchsorted(intervals, torch.arange(count + 1, dtype=at.dtype, device=at.device))
     chunks = torch.zeros_like(pointers)
     torch.cumsum((pointers[1:] - pointers[:-1] + (CHUNK - 1)) // CHUNK, 0, out=chunks[1:])
     numbers = torch.arange(count + at.shape[0] // CHUNK, device=at.device)
@@ -124,8 +124,8 @@ class TableGradient:
         total = rows.new_zeros((self.edges.count, 4, to_w.shape[1])).index_add_(0, self.edges.at.long(), rows)
         if where is None:
             return total
-        whole = rows.new_zeros((self.edges.count, 4, self.n_weights)) if self._sums is None else self._sums
-        return whole.index_copy_(2, where.long(), total)
+        gradient = rows.new_zeros((self.edges.count, 4, self.n_weights)) if self._sums is None else self._sums
+        return gradient.index_copy_(2, where.long(), total)
 
     def _by_kernel(self, to_w: Tensor, to_dw: Tensor, where: Tensor | None) -> Tensor:
         """Sums of chunks of edges, (n_chunks, 4, n_weights), in a fixed order, on a GPU; those of an interval follow each
@@ -204,12 +204,12 @@ def _kernel() -> Any:
         a3 = tl.zeros([block], out.dtype.element_ty)
         for number in range(begin, end, edges):
             some = number + tl.arange(0, edges)
-            known = some < end
-            edge = tl.load(order + some, mask=known, other=0)
-            u = tl.load(place + edge, mask=known, other=0.0)[:, None]
-            du = tl.load(d_place + edge, mask=known, other=0.0)[:, None]
+            valid = some < end
+            edge = tl.load(order + some, mask=valid, other=0)
+            u = tl.load(place + edge, mask=valid, other=0.0)[:, None]
+            du = tl.load(d_place + edge, mask=valid, other=0.0)[:, None]
             line = edge[:, None] * columns + c[None, :]
-            read = known[:, None] & inside[None, :]
+            read = valid[:, None] & inside[None, :]
             value = tl.load(to_w + line, mask=read, other=0.0).to(out.dtype.element_ty)
             moved = tl.load(to_dw + line, mask=read, other=0.0).to(out.dtype.element_ty) * du
             a0 += tl.sum(value, 0)
@@ -289,8 +289,8 @@ def _sort_kernels() -> SimpleNamespace:
         after = tl.zeros([block], tl.int32)
         for first in range(0, block, width):
             j = first + tl.arange(0, width)
-            known = program * block + j < n_edges
-            other = tl.load(at + program * block + j, mask=known, other=-2).to(tl.int32)
+            valid = program * block + j < n_edges
+            other = tl.load(at + program * block + j, mask=valid, other=-2).to(tl.int32)
             same = (key[:, None] == other[None, :]).to(tl.int32)
             before += tl.sum(tl.where(j[None, :] < i[:, None], same, 0), 1)
             after += tl.sum(tl.where(j[None, :] > i[:, None], same, 0), 1)
@@ -306,9 +306,9 @@ def _sort_kernels() -> SimpleNamespace:
             row = (first + tl.arange(0, rows)).to(tl.int64)
             where = counts + row[:, None] * count + column[None, :]
             both = (row < n_blocks)[:, None] & inside[None, :]
-            found = tl.load(where, mask=both, other=0)
-            tl.store(where, total[None, :] + tl.cumsum(found, 0) - found, mask=both)
-            total += tl.sum(found, 0)
+            block_counts = tl.load(where, mask=both, other=0)
+            tl.store(where, total[None, :] + tl.cumsum(block_counts, 0) - block_counts, mask=both)
+            total += tl.sum(block_counts, 0)
         tl.store(totals + column, total, mask=inside)
 
     @triton.jit(do_not_specialize=["n_listed"])

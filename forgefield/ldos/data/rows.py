@@ -18,7 +18,15 @@ from forgefield.errors import ForgefieldError
 from forgefield.untrusted.archives import read_npy_header
 
 HDF5_SUFFIXES = (".h5", ".hdf5")
-_scratch = threading.local()
+
+
+class _Scratch(threading.local):
+    """A buffer for each thread."""
+
+    buffer: np.ndarray | None = None
+
+
+_scratch = _Scratch()
 
 
 class RowFile(Protocol):
@@ -159,7 +167,7 @@ def _header(path: Path) -> tuple[tuple[int, ...], np.dtype, int]:
 def _scratch_rows(n: int, columns: int, dtype: np.dtype) -> np.ndarray:
     """A buffer for raw rows that this thread reuses."""
     size = n * columns * dtype.itemsize
-    buffer = getattr(_scratch, "buffer", None)
+    buffer = _scratch.buffer
     if buffer is None or len(buffer) < size:
         buffer = _scratch.buffer = np.empty(size, dtype=np.uint8)
     return buffer[:size].view(dtype).reshape(n, columns)

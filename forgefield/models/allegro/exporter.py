@@ -54,7 +54,8 @@ def allegro_state(model: Allegro) -> dict[str, Tensor]:
     if "bessel_frequencies" in own:
         name = "radial_chemical_embed.bessel_encode.bessel_weights"
         state[name] = state[name].reshape(1, -1)
-    networks = {theirs: ours for theirs, ours in PERCEPTRONS.items() if hasattr(model, ours)}
+    parts = {name for name, _ in model.named_children()}
+    networks = {theirs: ours for theirs, ours in PERCEPTRONS.items() if ours in parts}
     networks |= {f"allegro.latents.{number}": f"latents.{number}" for number in range(len(model.latents))}
     for theirs, ours in networks.items():
         network = model.get_submodule(ours)

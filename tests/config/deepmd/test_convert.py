@@ -81,9 +81,7 @@ def test_relative_paths_stay_where_they_mean_the_same_and_become_absolute_elsewh
     assert resolved("there.yaml") == expected
 
 
-def test_comments_say_what_settings_mean_and_what_became_of_keys(
-    folder: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_comments_explain_settings_and_translated_keys(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     Path("input.json").write_text(json.dumps(WATER))
     main(["convert-config", "input.json"])
     text = capsys.readouterr().out

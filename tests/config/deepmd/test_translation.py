@@ -302,7 +302,7 @@ def test_a_missing_loss_is_the_default_one() -> None:
     assert translated({"loss": ...})["task"] == translated()["task"]
 
 
-def test_curves_of_absolute_errors_say_so() -> None:
+def test_curves_of_absolute_errors_are_labelled() -> None:
     curve = translated({"loss.loss_func": "mae"})["callbacks"][0]
     assert curve["errors"] == "mae"
 

@@ -132,7 +132,7 @@ def test_training_warns_of_lonely_atoms_and_refuses_a_cutoff_with_nothing_in_it(
     assert "33 % of the atoms have no neighbour within 4 A" in dict(module.describe())["warning"]
 
 
-def test_the_start_of_a_training_says_what_is_suspicious(tmp_path):
+def test_the_start_of_a_training_reports_suspicious_data(tmp_path):
     wrong = [replace(frame, energy=frame.energy / len(frame), stress=frame.stress * 1602) for frame in CRYSTALS]
     write_frames(wrong, tmp_path / "cu.extxyz")
     module = read_data(DataOptions(train=str(tmp_path / "cu.extxyz"), cutoff=4.0), 0)
@@ -147,7 +147,7 @@ def test_the_start_of_a_training_says_what_is_suspicious(tmp_path):
     assert module.warnings == []
 
 
-def test_colabfit_is_suspicious_until_its_units_are_given(shared):
+def test_colabfit_is_suspicious_until_its_units_are_set(shared):
     path, labels = str(shared / "matsciml_lmdb" / "colabfit"), LabelOptions(energy="potential-energy")
     remarks = "\n".join(inspect_table(read_table(path, labels)).remarks)
     assert "set data.units.energy=eV/atom" in remarks

@@ -141,7 +141,7 @@ def test_without_fields_nothing_changes():
     assert FrameTable.from_frames([frame]).fingerprint == "4ecaf21af452277e43df2f54c86225fc"
 
 
-def test_fields_are_part_of_what_tells_frames_apart():
+def test_fields_distinguish_frames():
     (frame,) = some_frames(1, 4)
     value = np.array([1.0])
     variants = [
@@ -154,7 +154,7 @@ def test_fields_are_part_of_what_tells_frames_apart():
     assert len({FrameTable.from_frames([variant]).fingerprint for variant in variants}) == 4
 
 
-def test_which_frames_carry_a_field_is_known_for_frames_and_for_atoms():
+def test_frames_with_a_field_of_frames_or_of_atoms():
     frames = some_frames(400, 5)
     table = FrameTable.from_frames(frames)
     for name in SHAPE:
@@ -163,7 +163,7 @@ def test_which_frames_carry_a_field_is_known_for_frames_and_for_atoms():
     assert table.select(rows).carries("aparam").tolist() == ["aparam" in frames[row].fields for row in rows]
 
 
-def test_a_blank_frame_is_given_what_a_model_needs_and_has_nothing_to_learn():
+def test_a_blank_frame_has_the_inputs_of_a_model_and_no_labels():
     frames = [replace(frame, fields={"gap": np.array(1.0), "aparam": np.ones(len(frame))}, per_atom=frozenset(["aparam"]))
               for frame in some_frames(3)]  # fmt: skip
     dataset = GraphDataset(frames, SPECIES, 3.0, targets=frozenset(["gap"]))
@@ -283,7 +283,7 @@ def test_a_store_gives_the_fields_that_are_requested(tmp_path):
         ({"gap": {"factor": 2.0}}, r"fields\.gap\.factor=2\.0 does not apply to a store"),
     ],
 )
-def test_a_store_that_cannot_give_what_is_asked_says_what_to_do(tmp_path, fields, message):
+def test_a_store_without_requested_fields_is_an_error_with_a_remedy(tmp_path, fields, message):
     store_frames(some_frames(10, 9), tmp_path / "a.store")
     with pytest.raises(ForgefieldError, match=message):
         read_table(tmp_path / "a.store", LabelOptions(fields=fields))
@@ -355,7 +355,7 @@ def test_validation_files_bring_the_fields_of_the_training_data(tmp_path):
         resolve_splits(options(train=str(tmp_path / "train.store"), val=str(tmp_path / "bare.extxyz")), 0)
 
 
-def test_the_data_of_a_run_counts_fields_and_is_told_which_are_learnt(tmp_path):
+def test_the_data_of_a_run_counts_fields_and_names_those_learnt(tmp_path):
     frames = labelled(8, 3)
     frames[0] = replace(frames[0], fields={})
     source = write_xyz(tmp_path / "a.extxyz", frames)

@@ -62,7 +62,7 @@ def test_arrays_of_many_frames_are_looked_at_too(tmp_path):
     assert "push (3 numbers per atom)" in found["forces"]
 
 
-def test_training_init_test_and_data_info_say_so(path, tmp_path, capsys):
+def test_training_init_test_and_data_info_report_it(path, tmp_path, capsys):
     config = tiny_config(tmp_path)
     run = train_only(config)
     unlabelled = {**config, "name": "other", "data": {**config["data"], "train": path}}

@@ -70,7 +70,7 @@ def test_these_pieces_make_tensors():
     assert safe_loads(whole(tensor(storage(()), 0, (0, 3), (3, 1)))).shape == (0, 3)
 
 
-def test_the_numbers_behind_a_tensor_cannot_be_exchanged():
+def test_the_storage_of_a_tensor_cannot_be_exchanged():
     """An array of no bytes and of any length would let a tensor look at all of memory. In a process of its own: it crashed."""
     empty = tensor(storage(), 0, (2**20, 0), (1, 1))
     data = whole(tensor(changed(storage(), "values", empty), 0, (4096,), (1,)))
@@ -129,7 +129,7 @@ def test_sizes_that_are_not_whole_numbers_are_refused():
             safe_loads(whole(piece))
 
 
-def test_torch_files_inside_of_pickles_hold_what_they_say():
+def test_torch_files_inside_of_pickles_have_the_stated_content():
     """Sizes in zip files are not compared with their content by every torch; a storage may name more than follows."""
     with pytest.raises(RefusedPickle, match="not one of those that pickles of tensors hold"):
         safe_loads(whole(tensor(storage(zipped=True), 0, (2,), (1,))))
@@ -174,7 +174,7 @@ def test_lists_that_unfold_without_end_are_refused_at_once():
         safe_loads(pickle.dumps(loop))
 
 
-def test_an_ordered_dictionary_with_own_attributes_is_read_as_its_items():
+def test_an_ordered_dictionary_with_attributes_is_read_as_its_items():
     items = call("collections.OrderedDict") + text("a") + number(1) + pickle.SETITEM
     assert safe_loads(whole(changed(items, "items", pickle.EMPTY_LIST))) == {"a": 1}
 
@@ -201,7 +201,7 @@ def write_npz(path: Path, positions: bytes) -> Path:
 
 
 @pytest.mark.parametrize("rows", [N - 3, N + 3])
-def test_an_array_in_npz_ends_where_its_header_says(tmp_path, rows):
+def test_an_array_in_npz_has_the_size_in_its_header(tmp_path, rows):
     """Three frames short, it would take the arrays behind it in the file for positions."""
     pair = np.array([[0.0, 0, 0], [0, 0, 1]])
     assert len(read_frames(write_npz(tmp_path / "good.npz", array_file(np.tile(pair, (N, 1, 1)))))) == N

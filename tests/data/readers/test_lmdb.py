@@ -216,7 +216,7 @@ def fractional(numbers, coordinates, **rest):
     return {"cart_coords": coordinates, "atomic_numbers": numbers, "cell": (np.eye(3) * 4.0).tolist(), **rest}
 
 
-def test_fractional_values_are_told_by_site_lists_and_by_impossible_distances(tmp_path):
+def test_fractional_values_are_detected_by_site_lists_and_by_impossible_distances(tmp_path):
     salt, hydrogen = [[0.0, 0, 0], [0.5, 0.5, 0.5]], [[0.0, 0, 0], [0, 0, 0.74]]
     listed = fractional([1, 1], hydrogen, sites=["H @ 0 0 0", "H @ 0 0 0.74"])
     path = write_lmdb(

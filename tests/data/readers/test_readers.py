@@ -96,7 +96,7 @@ def test_rmd17_is_converted_from_kcal_per_mol(shared):
     assert old[7].energy != frames[7].energy
 
 
-def test_npz_with_short_names_cells_and_frames_of_own_species(tmp_path):
+def test_npz_with_short_names_cells_and_species_of_each_frame(tmp_path):
     rng = np.random.default_rng(0)
     positions = rng.normal(size=(3, 2, 3))
     stress = rng.normal(size=(3, 6))
@@ -314,7 +314,7 @@ def test_missing_files_patterns_and_empty_folders(tmp_path):
         read_frames(3)
 
 
-def test_truncated_binary_files_say_so(tmp_path):
+def test_truncated_binary_files_are_an_error(tmp_path):
     ase.io.write(tmp_path / "a.traj", emt_images(6))
     data = (tmp_path / "a.traj").read_bytes()
     (tmp_path / "a.traj").write_bytes(data[: len(data) // 2])

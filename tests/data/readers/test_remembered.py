@@ -126,7 +126,7 @@ def test_a_store_that_is_kept_open_is_closed_quietly(tmp_path):
 
 
 @pytest.mark.parametrize("name", ["gone.xyz", "gone.npz", "gone.h5", "gone.lmdb", "gone.aselmdb"])
-def test_a_source_that_cannot_be_read_is_told_from_one_that_is_wrong(tmp_path, name):
+def test_a_source_that_cannot_be_read_is_distinguished_from_one_that_is_wrong(tmp_path, name):
     file = SourceFile(tmp_path / name)
     reader = LabelReader(LabelOptions(), UnitOptions())
     with pytest.raises(SourceUnreadable, match=rf"{name}: it could not be read \(No such file or directory\)"):

@@ -156,7 +156,7 @@ def test_a_changed_file_is_indexed_again(tmp_path):
     assert [frame.energy for frame in frames_of(file, reader(), UnitOptions(), 5)] == [5]
 
 
-def test_a_damaged_xyz_file_is_one_part_whose_reading_says_what_is_wrong(tmp_path):
+def test_a_damaged_xyz_file_is_one_part_whose_reading_reports_the_error(tmp_path):
     path = tmp_path / "a.xyz"
     path.write_text(xyz(3) + "rubbish\n")
     (file,) = source_files(path)

@@ -64,9 +64,7 @@ def batches_of(order: SourceBatches, epoch: int) -> list[np.ndarray]:
 
 @given(case=cases(), budget=BUDGETS, seed=st.integers(0, 99), epoch=st.integers(0, 9), shuffle=st.booleans())
 @settings(max_examples=150)
-def test_every_row_comes_once_in_a_batch_of_its_own_source_filled_as_the_budget_says(
-    case, budget, seed, epoch, shuffle
-):
+def test_every_row_comes_once_in_a_batch_of_its_source_filled_up_to_the_budget(case, budget, seed, epoch, shuffle):
     sources, costs, n = case
     order = SourceBatches(sources, costs, budget, seed=seed, shuffle=shuffle, names=[str(i) for i in range(n)])
     made = batches_of(order, epoch)
@@ -252,7 +250,7 @@ def test_overfitting_on_first_batches_keeps_them_of_one_source():
     assert served([loader])[:4] == [[0, 1, 2, 3], [4, 5, 6, 7], [8, 9, 10], [11, 12, 13, 14]]
 
 
-def test_the_summary_says_how_often_sources_come(tmp_path):
+def test_the_summary_shows_how_often_sources_are_drawn(tmp_path):
     for name in "ab":
         write_frames(frames([3] * 8, name), tmp_path / f"{name}.extxyz")
     data = read_data(

@@ -112,7 +112,7 @@ def test_threads_change_nothing_but_who_does_the_work():
             assert torch.equal(value, other[key]) or value.isnan().any()
 
 
-def test_batches_are_prepared_no_further_ahead_than_requested():
+def test_no_more_batches_are_prepared_ahead_than_requested():
     begun = []
     batches = prepared_ahead(lambda step: begun.append(step) or step, 100, workers=1, ahead=3)
     assert next(batches) == 0

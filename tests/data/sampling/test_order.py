@@ -106,7 +106,7 @@ def test_the_average_over_epochs_is_the_probability_for_systems_and_for_rows():
     assert abs(times / epochs - (draws * chances / [7, 1, 3, 5])[system]).max() < bound
 
 
-def test_shares_that_come_out_whole_are_drawn_exactly_so_in_every_epoch():
+def test_shares_that_are_integers_are_drawn_exactly_in_every_epoch():
     system = np.repeat([0, 1, 2], [4, 10, 2])
     order = WeightedDraws(system, np.array([0.5, 0.25, 0.25]), 16, seed=9)
     for epoch in range(50):

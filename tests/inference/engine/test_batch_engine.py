@@ -38,7 +38,7 @@ def frames() -> list[Frame]:
     """In batches of two: the second fits into the program of the first, the third does not."""
     first = [make_frame(4, seed=1, box=4.6), slab(2)]
     second = [make_frame(3, seed=3, periodic=False), make_frame(1, seed=4, periodic=False)]
-    return [*first, *second, make_frame(9, seed=5, box=4.6), make_frame(5, seed=6, box=2.8), make_frame(2, seed=7)]
+    return [*first, *second, make_frame(9, seed=5, box=4.6), make_frame(2, seed=6, box=2.8), make_frame(2, seed=7)]
 
 
 @pytest.fixture

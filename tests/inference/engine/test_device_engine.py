@@ -273,7 +273,7 @@ def test_sizes_leave_room_for_a_blank_system():
         assert not size.holds(*larger)
 
 
-def test_models_that_the_engine_cannot_evaluate_say_why():
+def test_the_reason_why_the_engine_cannot_evaluate_a_model():
     potential = Potential(Springs())
     potential.max_neighbours = 4
     reason = refusal(potential, torch.device(DEVICE))

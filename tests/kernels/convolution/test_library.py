@@ -139,7 +139,7 @@ def test_a_third_derivative_is_refused():
         torch.autograd.grad(out.square().sum(), inputs[:1])
 
 
-def test_a_key_says_everything():
+def test_a_key_describes_its_plan():
     for name in BLOCKS:
         plan = plan_of(name)
         assert plan_of_key(key_of_plan(plan)).paths == plan.paths

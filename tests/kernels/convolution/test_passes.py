@@ -367,7 +367,7 @@ def test_cotangents_of_many_programs(name, case, long, monkeypatch):
 
 @pytest.mark.parametrize("still", [False, True], ids=["moving", "still"])
 @pytest.mark.parametrize("case", ["blocks that nobody reads", "both parities", "two programs for a block"])
-def test_blocks_write_in_turn_where_they_write_much(case, still, monkeypatch):
+def test_blocks_write_one_after_the_other_where_they_write_much(case, still, monkeypatch):
     """The same bits as all together, and each block's rows are done with before the next are made."""
     given = problem(case, "table", still=still)
     whole = given.field(given.form.features)

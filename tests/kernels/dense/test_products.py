@@ -280,7 +280,7 @@ def test_a_network_makes_the_same_of_plain_products(case, monkeypatch):
         assert_same(found, gradient)
 
 
-def test_trainings_told_tf32_get_it():
+def test_trainings_in_tf32_use_it():
     rows, before = torch.zeros(1), torch.backends.cuda.matmul.fp32_precision
     try:
         torch.backends.cuda.matmul.fp32_precision = "tf32"

@@ -250,7 +250,7 @@ def test_a_traced_training_step_holds_an_operator_for_every_derivative(everywher
 
 
 @needs_kernels
-def test_sums_are_operators_on_a_gpu_unless_somebody_says_otherwise():
+def test_sums_are_operators_on_a_gpu_by_default():
     x = torch.zeros(1, device=DEVICE)
     assert use_edge_operators(x) == (DEVICE == "cuda")  # an interpreter has to be asked for
     with execution(operators=True):

@@ -208,7 +208,7 @@ def test_gradients_stay_as_they_were_and_the_same_steps_give_the_same_bits():
     assert all(torch.equal(a, b) for a, b in zip(*results))
 
 
-def test_compiling_beforehand_changes_nothing_and_nothing_behind_a_tensor_is_written():
+def test_compiling_beforehand_changes_nothing_and_nothing_beyond_a_tensor_is_written():
     room = torch.full((4, 3 * 1025), torch.nan, device=DEVICE)
     parts = [row[1025:2050] for row in room]
     for part, value in zip(parts, (1.0, 0.5, 0.0, 0.0)):

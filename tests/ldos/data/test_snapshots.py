@@ -26,7 +26,7 @@ def test_coordinates_are_cut_and_units_applied_on_reading_only(folder):
     assert {path: hashlib.sha256(path.read_bytes()).hexdigest() for path in folder.iterdir()} == before
 
 
-def test_descriptors_without_coordinates_stay_whole(tmp_path):
+def test_descriptors_without_coordinates_keep_all_columns(tmp_path):
     grid = np.random.default_rng(0).random((3, 4, 5, 6), dtype=np.float32)
     grid[..., :3] = 7.0  # columns that never change are no coordinates
     np.save(tmp_path / "a.in.npy", grid)
@@ -54,7 +54,7 @@ def test_openpmd_equals_numpy_for_any_stretch(be2):
         find_snapshots([{**names, "units": "1/(Ry*Bohr^3)"}])
 
 
-def test_espresso_output_says_what_the_json_says(be2, tmp_path):
+def test_espresso_output_agrees_with_the_json(be2, tmp_path):
     ours = tmp_path / "again.info.json"
     for number in range(3):
         stored, printed = (read_info(be2 / f"Be_snapshot{number}.{end}") for end in ("info.json", "out"))

@@ -116,7 +116,7 @@ def test_the_loop_in_c_adds_up_what_torch_does(twojmax, precision, tolerance):
     np.testing.assert_allclose(found[0], found[1], rtol=tolerance, atol=tolerance)
 
 
-def test_without_a_compiler_torch_does_it_and_says_so_unless_the_loop_was_requested(monkeypatch, caplog):
+def test_without_a_compiler_torch_is_used_with_a_message_unless_the_loop_was_requested(monkeypatch, caplog):
     monkeypatch.setattr("shutil.which", lambda name: None)
     triples = ((0, 0, 1),)
     clear_compiler_caches()
@@ -167,7 +167,7 @@ def test_a_compiler_that_hangs_is_none(monkeypatch, tmp_path):
     clear_compiler_caches()
 
 
-def test_columns_of_gaussians_are_in_the_order_that_the_settings_say():
+def test_columns_of_gaussians_are_in_the_order_of_the_settings():
     gaussian = DescriptorOptions(type="gaussian", cutoff=3.0, sigma=0.5)
     found = {
         order: make_descriptors(replace(gaussian, species=order), ["O", "Al"]).at_points(

@@ -76,7 +76,7 @@ def test_the_report_has_dos_and_density_and_nothing_is_missing(trained):
     assert "Not in this run folder" not in page
 
 
-def test_the_test_verb_measures_snapshots_and_says_what_it_cannot(trained, capsys):
+def test_the_test_verb_measures_snapshots_and_reports_what_is_missing(trained, capsys):
     folder, run = trained
     assert main(["test", str(run.path), "--data", str(folder / "s2.in.npy"), "--device", "cpu"]) == 0
     out = capsys.readouterr().out
@@ -187,7 +187,7 @@ def test_a_compiled_step_is_compared_in_the_form_in_which_it_is_used(keep, tmp_p
     assert "equal autograd's exactly." in capsys.readouterr().out
 
 
-def test_a_run_without_test_data_or_descriptors_says_so(tmp_path, capsys):
+def test_a_run_without_test_data_or_descriptors_is_an_error(tmp_path, capsys):
     config = point_config(tmp_path)
     config["trainer"]["max_epochs"] = 1
     run = api.train(config)

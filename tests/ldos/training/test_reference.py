@@ -223,7 +223,7 @@ def test_a_setting_that_captured_steps_hold_must_not_change():
         engine.run(block(3), 6, lambda: [0.1])
 
 
-def test_a_resumed_training_says_that_it_continues_without_the_kernels_it_was_made_by(tmp_path, monkeypatch, capsys):
+def test_a_resumed_training_reports_that_it_continues_without_its_kernels(tmp_path, monkeypatch, capsys):
     def resumed(module: PointsExecutor) -> None:
         module.choices = {"bfloat16": True}
         begins(module)

@@ -130,7 +130,7 @@ def test_a_graph_model_without_images_is_right_for_molecules_and_refused_for_cry
         potential(make_batch(make_frame(4, box=3.5)))
 
 
-def test_an_edge_to_the_own_image_is_refused_where_the_model_would_drop_it():
+def test_an_edge_to_an_image_of_the_same_atom_is_refused_where_the_model_would_drop_it():
     with pytest.raises(ForgefieldError, match=r"edges from an atom to its own periodic image.* repeat their cells"):
         potential_of("ViSNet")(make_batch(make_frame(2, box=2.8)))
 

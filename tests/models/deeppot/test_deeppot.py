@@ -160,7 +160,7 @@ def test_without_sel_an_isolated_atom_of_a_species_has_one_energy_whatever_the_n
     assert energies[0] == pytest.approx(energies[1], abs=1e-12)
 
 
-def test_energies_of_isolated_atoms_are_exact_where_they_are_given():
+def test_energies_of_isolated_atoms_are_exact_where_they_are_set():
     given = section(set_davg_zero=True, fitting={"atom_ener": [-13.6, None]})
     del given["out_bias"]
     statistics = {"reference_energies": {"H": -1.0, "O": -2.0}}

@@ -178,7 +178,7 @@ def test_parameters_of_frames_and_atoms_are_read():
         fitting(descriptor, rotation, {key: value for key, value in batch.items() if key != "aparam"})
 
 
-def test_one_network_serves_all_species_of_a_descriptor_that_tells_them_apart():
+def test_one_network_serves_all_species_of_a_descriptor_that_distinguishes_them():
     fitting, (descriptor, rotation, batch) = make_fitting("dos", mixed_types=True, out_bias=None), random_inputs()
     other = batch | {"species": 1 - batch["species"]}
     assert fitting.network.networks.count == 1

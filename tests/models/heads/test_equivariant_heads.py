@@ -76,7 +76,7 @@ def test_vectors_vanish_smoothly_at_the_cutoff_and_for_an_atom_alone():
     assert sizes[2] == 0.0
 
 
-def test_pooling_is_what_it_says():
+def test_maximum_and_softmax_of_segments():
     rows = torch.randn(6, 3, generator=torch.Generator().manual_seed(0), dtype=torch.float64, requires_grad=True)
     segments = Segments(torch.tensor([0, 0, 0, 2, 2, 2]), 3, rows_are_sorted=True)
     largest = segment_max(rows, segments)

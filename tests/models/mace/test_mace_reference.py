@@ -90,7 +90,7 @@ def test_a_pickled_module_gives_the_same_model_as_its_state_dict(case, tmp_path)
         torch.testing.assert_close(value, expected.state[name], rtol=1e-12, atol=1e-12)
 
 
-def test_the_reference_tells_signs_of_couplings_apart(tmp_path, monkeypatch):
+def test_the_reference_distinguishes_signs_of_couplings(tmp_path, monkeypatch):
     """With the Clebsch-Gordan coefficients of a later e3nn the same weights would be another model."""
     stored = reference("parity")
     monkeypatch.setattr("forgefield.models.mace.weights.old_sign", lambda *_: 1.0)

@@ -88,7 +88,7 @@ def test_modifiers_that_change_no_weight_are_accepted(tmp_path):
     assert all(torch.equal(found[key], expected[key]) for key in expected)
 
 
-def test_the_command_says_what_was_checked(tmp_path, capsys):
+def test_the_command_reports_what_was_checked(tmp_path, capsys):
     assert main(["import", "nequip", str(SWAPPED), "--name", "water", "--out", str(tmp_path)]) == 0
     shown = capsys.readouterr().out
     assert "no weight is missing" in shown

@@ -132,7 +132,7 @@ def test_weights_before_averaging_are_imported_on_request(folder):
     assert not torch.equal(average.state[name], last.state[name])
 
 
-def test_the_command_names_types_and_says_what_is_wrong(folder, tmp_path, capsys):
+def test_the_command_names_types_and_errors(folder, tmp_path, capsys):
     package = str(folder / "nequip.nequip.zip")
     arguments = ["--name", "water", "--out", str(tmp_path)]
     assert main(["import", "nequip", package, *arguments, "--species", "O"]) != 0

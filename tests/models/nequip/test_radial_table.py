@@ -44,7 +44,7 @@ def test_model_is_left_as_it_is_and_its_precision_does_not_matter():
     assert table.values[0] < 1e-6
 
 
-def test_line_says_when_the_table_is_too_coarse_and_is_missing_where_there_is_none():
+def test_line_reports_a_coarse_table_and_is_missing_where_there_is_none():
     potential = make_potential("float32", **WIDE)
     usual, coarse = (potential.interface.radial_table_line(knots) for knots in (1024, 16))
     assert (usual or "").startswith("Radial table, 1024 intervals")

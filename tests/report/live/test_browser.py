@@ -160,7 +160,7 @@ def test_it_fits_on_a_phone_light_and_dark(browser, dark):
         assert small == 0, "buttons are large enough for a finger"
 
 
-def test_a_server_that_has_ended_is_said(chromium, folder):
+def test_a_server_that_has_ended_is_reported(chromium, folder):
     page = forgefield.watch(folder / "runs", port=0)
     chromium.open(page.address)
     chromium.wait(lambda: chromium.rows())

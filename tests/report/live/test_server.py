@@ -134,7 +134,7 @@ def test_a_second_stop_is_not_sent_because_it_would_end_the_run_at_once(page, se
 
 
 @pytest.mark.parametrize(("request_", "run"), [("stop", "../../etc"), ("stop", "b"), ("exit", "a"), ("stop", "")])
-def test_what_cannot_be_done_is_said(page, request_, run):
+def test_refused_actions_are_explained(page, request_, run):
     answer, content = post(page, request_, run)
     assert answer.status == 409
     assert json.loads(content)["error"]

@@ -104,6 +104,6 @@ def test_tables_are_displayed_in_notebooks_and_as_dataframes(runs):
         (lambda runs: forgefield.watch(runs / "missing"), "There is no"),
     ],
 )
-def test_errors_say_what_to_do(runs, call, message):
+def test_errors_explain_what_to_do(runs, call, message):
     with pytest.raises(ForgefieldError, match=message):
         call(runs)

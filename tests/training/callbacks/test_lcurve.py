@@ -97,7 +97,7 @@ def test_mean_absolute_errors_have_columns_of_their_own(tmp_path: Path) -> None:
     assert first[3] == pytest.approx(float(metrics(run)[0]["val/forces_mae"]) / 1000, rel=6e-3)
 
 
-def test_without_validation_there_is_a_row_every_so_many_steps(tmp_path: Path) -> None:
+def test_without_validation_there_is_a_row_every_few_steps(tmp_path: Path) -> None:
     config = curve_config(tmp_path, curve={"every": 3}, data={"val": 0})
     run = train_only(config).path
     assert (run / "lcurve.out").read_text().split()[1:6] == ["step", "rmse_trn", "rmse_e_trn", "rmse_f_trn", "lr"]

@@ -179,7 +179,7 @@ def test_a_terminal_shows_bar_errors_speed_and_best() -> None:
     assert re.search(r"best .*forces MAE 43\.0 meV/A +epoch 3", last)
 
 
-def test_the_terminal_is_given_back_at_the_end_and_after_an_error() -> None:
+def test_the_terminal_is_restored_at_the_end_and_after_an_error() -> None:
     for module in (Line(), Line(fail_at=5)):
         console = terminal_console()
         if module.fail_at is None:
@@ -275,7 +275,7 @@ def test_model_rows_count_parameters_by_part() -> None:
     assert rows["type of weights"] == "float32"
 
 
-def test_the_table_says_who_trains_where() -> None:
+def test_the_table_shows_ranks_and_devices() -> None:
     trainer = L.Trainer(accelerator="cpu", devices=1, logger=False, enable_checkpointing=False)
     rows = dict(process_rows(trainer, single_process()))
     assert rows["distributed"] == "no, one process"

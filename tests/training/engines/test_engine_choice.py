@@ -114,7 +114,7 @@ def test_kernels_are_refused_for_models_that_have_none(monkeypatch):
 
 
 @pytest.mark.parametrize(("before", "now"), [("double", False), ("kernels", True), (None, True)])
-def test_a_resume_goes_on_with_the_form_it_had(before, now, monkeypatch):
+def test_a_resumed_run_keeps_its_form(before, now, monkeypatch):
     monkeypatch.setattr("forgefield.training.engines.choose.can_use_kernels", lambda on, device: True)
     chosen = None if before is None else {"name": "graphs", "derivative": before, "captured": "eager"}
     options = settings(engine="graphs")
@@ -124,13 +124,13 @@ def test_a_resume_goes_on_with_the_form_it_had(before, now, monkeypatch):
     assert starter._uses_kernels(engine_setup(make_potential(), []), labelled(3)) is now
 
 
-def test_graphs_need_a_gpu_and_say_so():
+def test_graphs_without_a_gpu_are_an_error():
     assert "NVIDIA GPU" in engine_refusal("graphs", CPU)
     with pytest.raises(ForgefieldError, match="training.engine=graphs: CUDA graphs need an NVIDIA GPU"):
         build(Choice("graphs", "double", "eager"), engine_setup(make_potential(), []), CPU)
 
 
-def test_a_cpu_without_compiler_is_told(monkeypatch):
+def test_a_cpu_without_compiler_is_reported(monkeypatch):
     monkeypatch.setenv("PATH", "/nonexistent")
     assert "none is installed" in engine_refusal("compile", CPU)
     assert engine_refusal("eager", CPU) is None
@@ -150,7 +150,7 @@ def test_a_short_training_on_a_cpu_stays_eager_without_compiling():
     assert "Engine auto: eager" in said[-1]
 
 
-def test_an_engine_is_compared_before_it_is_used_and_the_number_is_said():
+def test_an_engine_is_compared_before_it_is_used_and_the_deviation_is_reported():
     said: list[str] = []
     potential = make_potential(num_layers=1, l_max=0)
     engine = start(Choice("script", "tangent"), engine_setup(potential, said), labelled(4, 3))

@@ -59,7 +59,7 @@ def test_denominators_of_all_ranks_and_their_number_enter_the_gradient():
         torch.testing.assert_close(a, b, rtol=1e-12, atol=1e-14)
 
 
-def test_a_loss_with_given_gradients_brings_them_to_the_weights():
+def test_a_loss_with_precomputed_gradients_passes_them_to_the_weights():
     weights = [nn.Parameter(torch.zeros(2)), nn.Parameter(torch.zeros(3)), nn.Parameter(torch.zeros(1))]
     loss = with_gradients(torch.tensor(2.0), [torch.tensor([1.0, 2.0]), None, torch.tensor([5.0])], weights)
     (loss / 4).backward()

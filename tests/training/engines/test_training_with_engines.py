@@ -40,7 +40,7 @@ def test_batches_in_parts_take_the_same_course(eager, tmp_path):
     assert course(parts) == pytest.approx(course(eager), rel=1e-9)
 
 
-def test_a_run_started_eager_goes_on_scripted(eager, tmp_path):
+def test_a_run_started_eager_resumes_scripted(eager, tmp_path):
     settings = config(tmp_path, "taken-over", "eager", clip_norm=1.0)
     settings["trainer"] = {**settings["trainer"], "max_epochs": 2}
     train_only(settings)

@@ -115,7 +115,7 @@ def test_a_period_longer_than_the_run_is_shortened(total: int, period: int) -> N
     assert changes == list(range(period, total, period))
 
 
-def test_a_given_decay_rate_is_taken_and_the_last_rate_is_its_floor() -> None:
+def test_a_decay_rate_in_the_config_is_used_and_the_last_rate_is_its_floor() -> None:
     rates = walk(make({"name": "exp", "decay_rate": 0.5, "decay_steps": 10, "stop_lr": 1e-4}, steps=60), 60)
     assert rates[::10] == pytest.approx([1e-3, 5e-4, 2.5e-4, 1.25e-4, 1e-4, 1e-4, 1e-4])
 

@@ -229,7 +229,7 @@ def test_what_contradicts_the_model_is_refused(what, place, tmp_path):
     assert not (tmp_path / "runs" / "further").exists()
 
 
-def test_what_agrees_with_the_model_may_be_given(place, tmp_path):
+def test_settings_that_agree_with_the_model_are_accepted(place, tmp_path):
     """As it was written then, as it was completed (`num_features`), or left to the data (null)."""
     model = tiny_config(place)["model"] | {"num_features": [4, 4], "parity": True, "energy_shifts": None}
     train_only(extra_outputs(place, tmp_path, "nequip", data={"cutoff": 3.5, "reference_energies": "auto"}, **model))
@@ -339,7 +339,7 @@ def test_two_ranks_begin_and_step_as_one(place, tmp_path):
     assert Run(tmp_path / "runs" / "on-1").info["model"] == Run(tmp_path / "runs" / "on-2").info["model"]
 
 
-def test_a_model_of_the_user_is_trained_further_but_may_have_no_shifts(place, tmp_path):
+def test_a_user_model_is_fine_tuned_but_may_have_no_shifts(place, tmp_path):
     config = tiny_config(place, name="own", out=str(tmp_path / "runs"), trainer=SHORT)
     config["model"] = {"name": "tests.support.own_model.Springs", "stiffness": 0.2}
     first = train_only(config)
@@ -389,7 +389,7 @@ def test_parts_of_a_hybrid_are_compared_one_by_one():
         require_same_options(config(neuron=[8]), known, ["O", "H"])
 
 
-def test_flags_of_the_command_say_the_same(place, tmp_path, monkeypatch, capsys):
+def test_flags_of_the_command_are_equivalent(place, tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     config = extra_outputs(place, tmp_path, "nequip")
     del config["model"]
@@ -454,7 +454,7 @@ def imported_config(folder: Path, **changes: Any) -> dict[str, Any]:
     return config
 
 
-def test_an_imported_nequip_is_trained_further(water, capsys):
+def test_an_imported_nequip_is_fine_tuned(water, capsys):
     potential, tensors = trained_elsewhere()
     torch.save(checkpoint(tensors), "best.ckpt")
     assert main(["import", "nequip", "best.ckpt", "--name", "theirs"]) == 0

@@ -92,7 +92,7 @@ def test_only_what_is_trainable_from_now_on_is_trained_and_a_run_resumes(tmp_pat
         ({}, {"shifts": "keep"}, "shifts have to be fitted: set model.shifts=fit"),
     ],
 )
-def test_what_cannot_take_up_species_says_so(descriptor, model, said, tmp_path):
+def test_models_that_cannot_add_species_are_an_error(descriptor, model, said, tmp_path):
     first_run(tmp_path, "pairs", **descriptor)
     with pytest.raises(ForgefieldError, match=said):
         train_only(extra_outputs(tmp_path, **model))

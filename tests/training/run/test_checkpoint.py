@@ -63,7 +63,7 @@ def test_code_in_a_checkpoint_is_not_executed(tmp_path, monkeypatch):
     assert not (tmp_path / "executed").exists()
 
 
-def test_damaged_checkpoint_falls_back_to_the_previous_one_and_says_so(tmp_path, capsys):
+def test_damaged_checkpoint_falls_back_to_the_previous_one_with_a_message(tmp_path, capsys):
     config = tiny_config(
         tmp_path, training={"lr": 0.01, "ema": 0.9, "tensorboard": 0, "checkpoint": {"keep": 3, "every_epochs": 1}}
     )
@@ -98,7 +98,7 @@ def small_disk(tmp_path):
     subprocess.run(["umount", "-l", str(folder)], check=True)
 
 
-def test_a_full_disk_leaves_the_old_checkpoint_and_says_what_to_do(small_disk: Path):
+def test_a_full_disk_leaves_the_old_checkpoint_with_a_helpful_message(small_disk: Path):
     path = checkpoint_path(small_disk, 1)
     save_checkpoint(path, {"weights": torch.randn(1000)})
     with pytest.raises(ForgefieldError, match=r"No space left on device.*untouched"):

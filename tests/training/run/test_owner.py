@@ -62,7 +62,7 @@ def test_with_accumulation_a_requested_checkpoint_waits_for_the_step(tmp_path, m
     assert names[-1] == "step-00000001.ckpt"
 
 
-def test_the_process_that_trains_is_known_while_it_trains(tmp_path, monkeypatch):
+def test_the_process_that_trains_is_recorded_while_it_trains(tmp_path, monkeypatch):
     config = tiny_config(tmp_path, training=NO_CHECKPOINTS, callbacks=[f"{__name__}.Requests"])
     monkeypatch.setattr(Requests, "path", tmp_path / "runs" / "tiny", raising=False)
     Requests.seen.clear()
@@ -93,7 +93,7 @@ def _born(pid):
         return file.read().rpartition(")")[2].split()[19]
 
 
-def test_a_number_that_was_given_to_another_process_gets_no_signal(tmp_path):
+def test_a_process_id_that_was_reused_gets_no_signal(tmp_path):
     """A run folder from elsewhere, or one left behind before a restart of the machine."""
     this = {**this_process(), "hears_signals": True}
     for wrong in ({"born": "1"}, {"born": None}, {"pid": -1}, {"pid": 0}, {"pid": "many"}, {"host": None, "pid": None}):
