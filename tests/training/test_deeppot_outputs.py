@@ -232,7 +232,7 @@ def test_a_forgefield_config_trains_tests_predicts_and_calculates(tmp_path, caps
     [
         ({"task": {"energy": {}}}, "predicts dipole, atomic_dipole and no energy; write task: {dipole: {}}"),
         ({"task": {"gap": {}}, "data__labels__fields__gap": {"shape": [2]}}, "task.gap: the fitting network of this model"),
-        ({"task__dipole__normalise": "none"}, "task.dipole.normalise does not apply: it is part of model.fitting_net"),
+        ({"task__dipole__normalise": "none"}, "task.dipole.normalise does not apply: it is part of the model; leave it out"),
         ({"task__dipole__reduce": "mean"}, "task.dipole.reduce does not apply"),
         ({"model__heads": {"dipole": {}}}, "model.heads.dipole"),
         ({"model__out_bias": [1.0, 2.0]}, "model.out_bias does not apply: model.fitting_net.type is dipole"),
