@@ -17,6 +17,7 @@ def with_spins(batch: dict[str, Tensor], seed: int = 0) -> dict[str, Tensor]:
     """The batch with spins, one of them zero, and with magnetic forces of every other atom."""
     generator = torch.Generator().manual_seed(seed)
     spins, forces = torch.randn(2, *batch["positions"].shape, generator=generator, dtype=torch.float64)
+    spins *= 0.5  # virtual atoms within the room of the neighbour lists
     spins[0] = 0.0
     forces[::2] = torch.nan
     return {**batch, "spin": spins, "force_mag": forces}
