@@ -16,9 +16,11 @@ programs need different environments (and on torch 2.6 or newer TORCH_FORCE_NO_W
 from __future__ import annotations
 
 import argparse
+import sys
 import types
 import warnings
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -28,6 +30,7 @@ from ase.calculators.calculator import Calculator
 from ase.md.velocitydistribution import MaxwellBoltzmannDistribution
 from ase.md.verlet import VelocityVerlet
 
+sys.path.insert(0, str(Path(__file__).parents[1]))
 from benchmarks.evaluation import CUTOFF, MOST_ATOM_STEPS, attempt, box, gibibytes, timed
 
 NEIGHBOURS = 54.0
@@ -69,8 +72,6 @@ def nequip(device: torch.device, *, script: bool) -> Calculator:
 
 
 def mace(device: torch.device, *, fast: bool) -> Calculator:
-    import sys
-
     for missing in (
         "hostlist",
         "h5py",

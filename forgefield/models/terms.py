@@ -6,7 +6,7 @@ plus its scale times the output of the network, so an atom without neighbours ha
 With `data.adaptive_cutoff` the cutoff grows where an atom would be isolated. An atom's coordination is a smooth count of its
 neighbours within the cutoff; it determines how isolated the atom is and the radius of each of its pairs, between the cutoff and
 the limit. The interaction of a pair ends at its own radius, which changes smoothly with the positions, so that energy and
-forces are continuous when atoms enter or leave. The radius of an isolated atom is no larger than its nearest neighbours require
+forces are continuous when atoms enter or leave. The radius of an isolated atom ends where its nearest neighbours count fully
 (`adaptive_radius: nearest`). The edge list of the data layer contains all pairs within the radius that grows to the limit, and
 therefore all pairs within their own radius and within the cutoff.
 """

@@ -115,7 +115,7 @@ def find_alignment(
     """Shifts and common levels of snapshots. means: (levels,), mean LDOS, by name of the snapshot; see `align_snapshots`."""
     name = next(iter(means)) if reference is None else reference
     if name not in means:
-        raise ForgefieldError(f"--reference {name}: there is no such snapshot among {', '.join(means)}")
+        raise ForgefieldError(f"--reference {name}: no snapshot has this name; the snapshots are {', '.join(means)}")
     levels = len(means[name])
     begin = _band_begin(means[name], zero, name)
     shifts = {}
